@@ -1,0 +1,183 @@
+"""A lean decoder-only transformer: tokens, true positions and cells in, hidden states out.
+
+Legend of shape suffixes: B batch, T tokens of a batch row or of a packed step, E hidden
+size, H query heads, K key/value heads, G query heads per key/value head, D head dimension,
+C cells of a cache row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from refusion.model.cache import Cache
+from refusion.model.config import ModelConfig
+from refusion.model.rope import inverse_frequencies, rotate, rotation
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The tokens of one cache row inside a packed step.
+
+    mask_GTC is added to attention scores: G*T rows (the T tokens once per query head of a
+    key/value head, head by head) over the row's committed cells followed by the step's own T;
+    None where every token sees every one of them. See refusion.model.visibility.
+    """
+
+    row: int
+    start: int
+    stop: int
+    mask_GTC: Tensor | None
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with one fused projection for queries, keys and values."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        heads, kv, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv = nn.Linear(config.hidden_size, (heads + 2 * kv) * dim, bias=config.qkv_bias)
+        self.out = nn.Linear(heads * dim, config.hidden_size, bias=config.output_bias)
+        self.query_norm = RMSNorm(dim, config.rms_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(dim, config.rms_eps) if config.qk_norm else None
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [..., H, D] and keys [..., K, D], values [..., K, D]."""
+        c = self.config
+        qkv = self.qkv(x).unflatten(-1, (c.num_heads + 2 * c.num_kv_heads, c.head_dim))
+        q, k, v = qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=-2)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def forward(self, x_BTE: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """Whole sequences without a cache: causal over storage order, or under `mask`."""
+        q, k, v = (t.transpose(1, 2) for t in self.project(x_BTE, cos, sin))
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.config.group_size > 1
+        )
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+    def step(
+        self, x_TE: Tensor, cos: Tensor, sin: Tensor, layer: int, cache: Cache, segments: Sequence[Segment]
+    ) -> Tensor:
+        """Packed tokens of several rows: writes their keys and values, attends over each row."""
+        c = self.config
+        q_THD, k_TKD, v_TKD = self.project(x_TE, cos, sin)
+        attended_THD = torch.empty_like(q_THD)
+        for segment in segments:
+            span, count = slice(segment.start, segment.stop), segment.stop - segment.start
+            begin = cache.lengths[segment.row]
+            end = begin + count
+            keys_KCD = cache.keys_LRHCD[layer, segment.row]
+            values_KCD = cache.values_LRHCD[layer, segment.row]
+            keys_KCD[:, begin:end] = k_TKD[span].transpose(0, 1)
+            values_KCD[:, begin:end] = v_TKD[span].transpose(0, 1)
+            # query heads that share keys become further query rows: no key is ever repeated
+            q = q_THD[span].unflatten(1, (c.num_kv_heads, c.group_size)).permute(1, 2, 0, 3)
+            q = q.reshape(1, c.num_kv_heads, c.group_size * count, c.head_dim)
+            out = F.scaled_dot_product_attention(
+                q, keys_KCD[None, :, :end], values_KCD[None, :, :end], attn_mask=segment.mask_GTC
+            )
+            out = out.view(c.num_kv_heads, c.group_size, count, c.head_dim).permute(2, 0, 1, 3)
+            attended_THD[span] = out.reshape(count, c.num_heads, c.head_dim)
+        return self.out(attended_THD.flatten(1))
+
+
+class MLP(nn.Module):
+    """SwiGLU with one fused projection for gate and up."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def step(
+        self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, cache: Cache, segments: Sequence[Segment]
+    ) -> Tensor:
+        x = x + self.attention.step(self.attention_norm(x), cos, sin, layer, cache, segments)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """The network. It knows nothing of slots, masks or files."""
+
+    frequencies: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        frequencies, self.rope_factor = inverse_frequencies(config)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Hidden states [B, T, E] of whole sequences in storage order, after the last norm.
+
+        mask: None for plain causal attention over storage order, else a boolean or additive
+        mask that broadcasts to [B, H, T, T].
+        """
+        cos, sin = rotation(self.frequencies, self.rope_factor, positions_BT)
+        x = self.embedding(tokens_BT)
+        for layer in self.layers:
+            x = layer(x, cos, sin, mask)
+        return self.norm(x)
+
+    def step(self, tokens_T: Tensor, positions_T: Tensor, cache: Cache, segments: Sequence[Segment]) -> Tensor:
+        """Hidden states [T, E] of packed tokens; writes their cells behind each row's committed ones.
+
+        The caller has reserved the cells and commits those that stay.
+        """
+        cos, sin = rotation(self.frequencies, self.rope_factor, positions_T)
+        x = self.embedding(tokens_T)
+        for index, layer in enumerate(self.layers):
+            x = layer.step(x, cos, sin, index, cache, segments)  # type: ignore[operator]
+        return self.norm(x)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] in the model's own type, for the hidden states asked for only."""
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(hidden, weight.to(hidden.dtype))

@@ -1,0 +1,44 @@
+"""Which cells a token of a step may see: the one rule of DESIGN section 4.
+
+T tokens of a row's step, P committed cells, G query heads per key/value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def visible(count: int, groups: Sequence[int] | None, bidirectional: bool) -> Tensor:
+    """Boolean [T, T]: query by key inside the step. Every committed cell is visible besides.
+
+    Causal within a group (all of one group where `groups` is None), or the whole group if
+    bidirectional.
+    """
+    seen = torch.ones(count, count, dtype=torch.bool)
+    if not bidirectional:
+        seen = seen.tril()
+    if groups is not None:
+        group_T = torch.tensor(groups)
+        seen &= group_T.unsqueeze(1) == group_T.unsqueeze(0)
+    return seen
+
+
+def attention_mask(
+    committed: int,
+    count: int,
+    groups: Sequence[int] | None,
+    bidirectional: bool,
+    group_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor | None:
+    """Additive mask [G*T, P+T], 0 or -inf, or None where nothing is hidden."""
+    seen = visible(count, groups, bidirectional)
+    if bool(seen.all()):
+        return None
+    mask = torch.zeros(count, committed + count, dtype=dtype)
+    mask[:, committed:].masked_fill_(~seen, float("-inf"))
+    return mask.repeat(group_size, 1).to(device)
