@@ -1,0 +1,1 @@
+"""Conversations from files and generators: what training learns from and evaluation asks."""
