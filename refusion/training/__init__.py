@@ -1,0 +1,1 @@
+"""Training: data, noise, loss, loop."""
