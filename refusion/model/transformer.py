@@ -60,10 +60,12 @@ class Attention(nn.Module):
         """Rotated queries [..., H, D] and keys [..., K, D], values [..., K, D]."""
         c = self.config
         qkv = self.qkv(x).unflatten(-1, (c.num_heads + 2 * c.num_kv_heads, c.head_dim))
-        q, k, v = qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=-2)
+        qk, v = qkv.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=-2)
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+            q, k = qk.split((c.num_heads, c.num_kv_heads), dim=-2)
+            qk = torch.cat((self.query_norm(q), self.key_norm(k)), dim=-2)
+        q, k = rotate(qk, cos, sin).split((c.num_heads, c.num_kv_heads), dim=-2)
+        return q, k, v
 
     def forward(self, x_BTE: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """Whole sequences without a cache: causal over storage order, or under `mask`."""

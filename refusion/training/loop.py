@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refusion.checkpoint import Checkpoint
+from refusion.checkpoint import Checkpoint, save
 from refusion.errors import ConfigError, RefusionError
 from refusion.training import schedule, state
 from refusion.training.batches import Counts, micro_batches
@@ -45,11 +45,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. finished is False when it was interrupted and can be resumed."""
+    """How a run ended.
+
+    folder: the last checkpoint. model: the exported model. validation: the last one, if there are held-out rows.
+    """
 
     folder: Path
+    model: Path
     progress: Progress
-    finished: bool
     validation: Validation | None
 
 
@@ -133,6 +136,10 @@ class Trainer:
             Path(self.recipe.run.out) / "checkpoints", self.checkpoint, self.optimizer,
             self.progress, self.recipe.to_dict(), self.recipe.run.keep_checkpoints,
         )
+
+    def export(self) -> Path:
+        """Writes the model alone to `run.out/model`, for use and for sharing."""
+        return save(self.checkpoint, Path(self.recipe.run.out) / "model")
 
 
 def make_optimizer(checkpoint: Checkpoint, recipe: Recipe) -> torch.optim.Optimizer:
@@ -221,17 +228,17 @@ def train(recipe: Recipe, *, resume: bool = False, log: RunLog | None = None) ->
                 if time.monotonic() - last_save > 60 * run.checkpoint_every_minutes:
                     log.saved(trainer.progress, trainer.save())
                     last_save = time.monotonic()
-            finished = trainer.finished
             folder = trainer.save()  # before the validation, which may take longer than a killer waits
             log.saved(trainer.progress, folder)
-            if finished:
+            if trainer.finished:
+                model = trainer.export()
                 validation = _validate(trainer, log)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler or signal.SIG_DFL)
-    if not finished:
+    if not trainer.finished:
         raise Interrupted(f"stopped at step {trainer.progress.step}, saved in {folder}; go on with --resume")
-    return TrainResult(folder, trainer.progress, finished, validation)
+    return TrainResult(folder, model, trainer.progress, validation)
 
 
 def _validate(trainer: Trainer, log: RunLog) -> Validation | None:

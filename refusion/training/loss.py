@@ -26,47 +26,65 @@ class HybridLoss:
     mdm: Tensor
 
 
+ROWS_IN_CACHE = 64
+"""Rows of logits that are turned into gradients together: small enough to stay in a CPU's cache."""
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """sum_n w_n CE(h_n W^T, y_n) in chunks; the logits of a chunk never outlive it.
 
-    Gradients are formed in the forward pass, so the [N, V] logits are computed once and the
-    memory is one chunk's.
+    Gradients are formed in the forward pass, in the place of the logits, so that the [N, V]
+    logits are computed once and the memory is one chunk's. Products run in autocast's type,
+    into which hidden states and weight are cast once; softmax is float32.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int) -> Tensor:
-        low = weight.to(hidden.dtype)
+        kind = hidden.device.type
+        compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         need_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if need_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(labels), chunk):
-            span = slice(start, start + chunk)
-            logits = (hidden[span] @ low.t()).float()
-            log_norm = logits.logsumexp(dim=-1, keepdim=True)
-            picked = labels[span].unsqueeze(1)
-            losses[span] = (log_norm - logits.gather(1, picked)).squeeze(1)
-            if grad_hidden is None:
-                continue
-            probabilities = logits.sub_(log_norm).exp_()
-            probabilities.scatter_add_(1, picked, torch.full_like(probabilities[:, :1], -1.0))
-            delta = probabilities.mul_(scale[span].unsqueeze(1)).to(hidden.dtype)
-            grad_hidden[span] = delta @ low
-            if grad_weight is not None:
-                grad_weight += delta.t() @ hidden[span]
+        grad_hidden = torch.empty(hidden.shape, dtype=compute, device=hidden.device) if need_grad else None
+        grad_weight: Tensor | None = None
+        with torch.autocast(kind, enabled=False):
+            low_hidden, low = hidden.to(compute), weight.to(compute)
+            for start in range(0, len(labels), chunk):
+                span = slice(start, start + chunk)
+                logits = low_hidden[span] @ low.t()
+                losses[span] = _to_gradient(logits, labels[span], scale[span], need_grad)
+                if grad_hidden is not None:
+                    grad_hidden[span] = logits @ low
+                if ctx.needs_input_grad[1]:
+                    share = logits.t() @ low_hidden[span]
+                    grad_weight = share.float() if grad_weight is None else grad_weight.add_(share)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(losses)
-        ctx.weight_dtype = weight.dtype
+        ctx.hidden_dtype, ctx.weight_dtype = hidden.dtype, weight.dtype
         return (losses * scale).sum(), losses  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
-            grad_hidden * grad.to(grad_hidden.dtype) if grad_hidden is not None else None,
+            (grad_hidden * grad.to(grad_hidden.dtype)).to(ctx.hidden_dtype) if grad_hidden is not None else None,
             (grad_weight * grad).to(ctx.weight_dtype) if grad_weight is not None else None,
             None, None, None,
         )
+
+
+def _to_gradient(logits: Tensor, labels: Tensor, scale: Tensor, need_grad: bool) -> Tensor:
+    """Cross-entropies [n] of logits [n, V], which are overwritten by scale * (softmax - one-hot) if needed."""
+    losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
+    for start in range(0, len(labels), ROWS_IN_CACHE):
+        rows = slice(start, start + ROWS_IN_CACHE)
+        picked = labels[rows].unsqueeze(1)
+        log_p = torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32)
+        losses[rows] = -log_p.gather(1, picked).squeeze(1)
+        if need_grad:
+            p = log_p.exp_()
+            p.scatter_add_(1, picked, torch.full_like(p[:, :1], -1.0))
+            logits[rows] = p.mul_(scale[rows].unsqueeze(1))
+    return losses
 
 
 def linear_cross_entropy(

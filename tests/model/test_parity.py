@@ -106,7 +106,7 @@ def test_steps_over_a_cache_equal_transformers(tmp_path: Path) -> None:
     hidden = []
     for start, stop in ((0, 9), (9, 10), (10, 20)):
         count = stop - start
-        mask = torch.ones(count, stop, dtype=torch.bool).tril(start)
+        mask = torch.ones(count, stop, dtype=torch.bool).tril(start).repeat(transformer.config.group_size, 1)
         positions = torch.arange(start, stop)
         hidden.append(transformer.step(tokens[start:stop], positions, cache, [Segment(0, 0, count, mask)]))
         cache.commit(0, range(count))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +13,12 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from refusion.checkpoint import Checkpoint, Tokenizer, save
+from refusion.checkpoint import Checkpoint, Tokenizer, load, save
 from refusion.model.config import ModelConfig
 from refusion.model.transformer import Transformer
+from refusion.training.loop import Trainer, TrainResult, train
 from refusion.training.recipe import Recipe, apply_overrides, recipe_from_dict
+from refusion.training.state import read_progress
 
 MASK, END = 95, 1
 WORDS = ["<|end|>", "<unk>", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "plus",
@@ -149,3 +152,62 @@ def recipe_at(model_folder: Path, data_file: Path) -> Callable[..., Recipe]:
 def make_recipe(recipe_at: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
     """As recipe_at, into tmp_path/run."""
     return lambda *overrides: recipe_at(tmp_path / "run", *overrides)
+
+
+@pytest.fixture(scope="session")
+def whole(recipe_at: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, TrainResult]:
+    """The run that nothing disturbs."""
+    recipe = recipe_at(tmp_path_factory.mktemp("whole") / "run")
+    return recipe, train(recipe)
+
+
+class Look:
+    """Looks into what runs left on the disk."""
+
+    def __init__(self, whole: tuple[Recipe, TrainResult]) -> None:
+        self.whole = whole
+
+    def records(self, recipe: Recipe, kind: str = "step") -> list[dict[str, Any]]:
+        lines = (Path(recipe.run.out) / "log.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+    def course(self, recipe: Recipe) -> list[tuple[float, ...]]:
+        """What each step did, its seconds apart."""
+        names = ("step", "tokens_seen", "ar", "mdm", "grad_norm", "lr", "tokens")
+        return [tuple(record[name] for name in names) for record in self.records(recipe)]
+
+    def weights(self, folder: Path) -> dict[str, Tensor]:
+        return {name: value.detach() for name, value in load(folder).transformer.named_parameters()}
+
+    def assert_as_whole(self, recipe: Recipe, result: TrainResult) -> None:
+        """The run's course, weights and progress are bit for bit those of `whole`."""
+        assert result.model.is_dir() and self.course(recipe) == self.course(self.whole[0])
+        found, wanted = self.weights(result.folder), self.weights(self.whole[1].folder)
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+        left, right = (read_progress(each.folder)[0] for each in (result, self.whole[1]))
+        assert dataclasses.replace(left, seconds=0) == dataclasses.replace(right, seconds=0)
+
+
+@pytest.fixture
+def look(whole: tuple[Recipe, TrainResult]) -> Look:
+    """See Look."""
+    return Look(whole)
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """at_step(n, act): calls act inside the n-th step that the test makes from now on, once its update is done."""
+
+    def install(number: int, act: Callable[[], None]) -> None:
+        original, made = Trainer.step, []
+
+        def step(trainer: Trainer) -> Any:
+            result = original(trainer)
+            made.append(result)
+            if len(made) == number:
+                act()
+            return result
+
+        monkeypatch.setattr(Trainer, "step", step)
+
+    return install

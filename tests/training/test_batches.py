@@ -41,7 +41,7 @@ def rows(batch: MicroBatch) -> list[tuple[bytes, ...]]:
 shapes = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 30)), min_size=1, max_size=12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes, st.integers(1, 200), st.randoms())
 def test_rows_come_through_whole(sizes: list[tuple[int, int]], micro_tokens: int, shuffler: Any) -> None:
     given_examples = examples(sizes)
@@ -60,7 +60,7 @@ def test_rows_come_through_whole(sizes: list[tuple[int, int]], micro_tokens: int
     assert [batch.tokens.tolist() for batch in again] == [batch.tokens.tolist() for batch in batches]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(shapes)
 def test_counts(sizes: list[tuple[int, int]]) -> None:
     found = examples(sizes)

@@ -264,7 +264,7 @@ def test_positions_count_relatively_and_truly(make_transformer: Any) -> None:
 
 
 def test_a_lone_layer_sees_its_context_as_a_set(make_transformer: Any) -> None:
-    """With true positions the order of finished slots doesn't matter to a later cell, but for what they saw themselves."""
+    """With true positions the order of finished slots means nothing to a later cell, but for what they saw."""
     transformer = make_transformer(num_layers=1)
     tokens = torch.randint(2, 95, (1, 9), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(9)[None]

@@ -42,53 +42,71 @@ showings = st.fixed_dictionaries({
 })
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.integers(0, 5), st.integers(1, 70), configs, showings)
-def test_a_noised_sequence(prompt: int, length: int, config: NoiseConfig, showing: dict[str, Any]) -> None:
-    found = draw(prompt, length, config, **showing)
-    text = [*range(FIRST, FIRST + length - 1), END]
-    k = found.slot_size
-    p = (1 - config.min_ratio) * found.ratio + config.min_ratio
-    assert k in config.slot_sizes and 0 <= found.ratio < 1
-
-    # the prompt is untouched
-    assert found.tokens[:prompt].tolist() == list(range(50, 50 + prompt))
-    assert found.positions[:prompt].tolist() == list(range(prompt))
-    for name, value in {"ar_labels": NONE, "mdm_labels": NONE, "mdm_weights": 0, "mdm_shares": 0, "depth": 0}.items():
-        assert (getattr(found, name)[:prompt] == value).all()
-
-    cells = [
+def cells(found: Noised, prompt: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The answer's clean cells and its masked ones in storage order; a place is counted from the answer's start."""
+    every = [
         {"token": int(found.tokens[at]), "place": int(found.positions[at]) - prompt, "ar": int(found.ar_labels[at]),
          "mdm": int(found.mdm_labels[at]), "weight": found.mdm_weights[at], "share": found.mdm_shares[at],
          "depth": int(found.depth[at])}
         for at in range(prompt, len(found.tokens))
     ]
-    clean = list(itertools.takewhile(lambda cell: cell["token"] != MASK, cells))
-    masked = cells[len(clean) :]
-    assert all(cell["token"] == MASK for cell in masked), "a clean token behind a mask"
+    clean = list(itertools.takewhile(lambda cell: cell["token"] != MASK, every))
+    assert all(cell["token"] == MASK for cell in every[len(clean) :]), "a clean token behind a mask"
+    return clean, every[len(clean) :]
 
-    # every answer position once, whole slots clean or masked
-    inside = [cell["place"] for cell in cells if cell["place"] < length]
-    assert sorted(inside) == list(range(length))
-    clean_places = [cell["place"] for cell in clean]
-    assert all(0 <= place < length for place in clean_places)
-    clean_slots = {place // k for place in clean_places}
+
+@settings(max_examples=200)
+@given(st.integers(0, 5), st.integers(1, 70), configs, showings)
+def test_every_position_comes_once(prompt: int, length: int, config: NoiseConfig, showing: dict[str, Any]) -> None:
+    found = draw(prompt, length, config, **showing)
+    k = found.slot_size
+    assert k in config.slot_sizes and 0 <= found.ratio < 1
+    assert found.tokens[:prompt].tolist() == list(range(50, 50 + prompt))
+    assert found.positions[:prompt].tolist() == list(range(prompt))
+    for name, value in {"ar_labels": NONE, "mdm_labels": NONE, "mdm_weights": 0, "mdm_shares": 0, "depth": 0}.items():
+        assert (getattr(found, name)[:prompt] == value).all()
+    clean, masked = cells(found, prompt)
+    assert sorted(cell["place"] for cell in clean + masked if cell["place"] < length) == list(range(length))
+    clean_slots = {cell["place"] // k for cell in clean}
     assert not clean_slots & {cell["place"] // k for cell in masked if cell["place"] < length}
+    # past the end: only behind a masked last slot of a whole answer
+    beyond = [cell["place"] for cell in clean + masked if cell["place"] >= length]
+    if showing["ended"] and (length - 1) // k not in clean_slots:
+        filled = -length % k if config.fill_last_slot else 0
+        assert beyond == list(range(length, length + len(beyond)))
+        assert len(beyond) in {filled + extra * k for extra in range(config.past_end_slots + 1)}
+    else:
+        assert not beyond
 
-    # clean slots: each whole and in order, labels inside only
-    for _, group in itertools.groupby(clean, key=lambda cell: cell["place"] // k):
+
+@settings(max_examples=200)
+@given(st.integers(0, 5), st.integers(1, 70), configs, showings)
+def test_clean_slots(prompt: int, length: int, config: NoiseConfig, showing: dict[str, Any]) -> None:
+    """Each is whole and in order, and its labels stay inside it unless borders are labelled too."""
+    found = draw(prompt, length, config, **showing)
+    text, k = [*range(FIRST, FIRST + length - 1), END], found.slot_size
+    clean, _ = cells(found, prompt)
+    for _, group in itertools.groupby(clean, lambda cell: cell["place"] // k):
         slot = [cell["place"] for cell in group]
-        assert slot == list(range(slot[0] // k * k, min(slot[0] // k * k + k, length)))
-    assert len(list(itertools.groupby(clean_places, key=lambda place: place // k))) == len(clean_slots)
+        start = slot[0] // k * k
+        assert slot == list(range(start, min(start + k, length)))
     for cell in clean:
         following = cell["place"] + 1
-        same_slot = following // k == cell["place"] // k
-        labelled = following < length and (same_slot or showing["border_labels"])
+        labelled = following < length and (following % k > 0 or showing["border_labels"])
         assert cell["token"] == text[cell["place"]]
         assert cell["ar"] == (text[following] if labelled else NONE)
         assert (cell["mdm"], cell["weight"], cell["share"], cell["depth"]) == (NONE, 0, 0, 0)
 
-    # masks: position order, own tokens, end tokens past the end
+
+@settings(max_examples=200)
+@given(st.integers(0, 5), st.integers(1, 70), configs, showings)
+def test_masks(prompt: int, length: int, config: NoiseConfig, showing: dict[str, Any]) -> None:
+    """In position order, each labelled with its own token, past the end with end tokens."""
+    found = draw(prompt, length, config, **showing)
+    text = [*range(FIRST, FIRST + length - 1), END]
+    p = (1 - config.min_ratio) * found.ratio + config.min_ratio
+    clean, masked = cells(found, prompt)
+    known = {cell["place"] for cell in clean} | {-1}
     places = [cell["place"] for cell in masked]
     assert places == sorted(set(places))
     for cell in masked:
@@ -98,23 +116,10 @@ def test_a_noised_sequence(prompt: int, length: int, config: NoiseConfig, showin
         assert cell["ar"] == NONE
         assert cell["share"] == pytest.approx(share)
         assert cell["weight"] == pytest.approx(share / (p * length), rel=1e-5)
-        distance = 1
-        while cell["place"] - distance >= 0 and cell["place"] - distance not in clean_places:
-            distance += 1
-        assert cell["depth"] == distance
-
-    # past the end: only behind a masked last slot of a whole answer
-    beyond = [place for place in places if place >= length]
-    last_is_masked = (length - 1) // k not in clean_slots
-    if not (last_is_masked and showing["ended"]):
-        assert not beyond
-    else:
-        filled = -length % k if config.fill_last_slot else 0
-        assert beyond == list(range(length, length + len(beyond)))
-        assert len(beyond) in {filled + extra * k for extra in range(config.past_end_slots + 1)}
+        assert cell["depth"] == next(d for d in itertools.count(1) if cell["place"] - d in known)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 40), configs, showings)
 def test_the_same_showing_gives_the_same_noise(length: int, config: NoiseConfig, showing: dict[str, Any]) -> None:
     first = draw(2, length, config, **showing)

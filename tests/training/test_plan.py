@@ -49,7 +49,7 @@ def same(first: list[Noised], second: list[Noised]) -> bool:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 150), st.integers(1, 150))
 def test_a_step_s_size_only_cuts_the_one_order(first: int, second: int) -> None:
     def stream(batch_tokens: int) -> list[Noised]:
@@ -62,7 +62,7 @@ def test_a_step_s_size_only_cuts_the_one_order(first: int, second: int) -> None:
     assert same(stream(first), stream(second))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 150))
 def test_a_step_ends_with_the_example_that_fills_it(batch_tokens: int) -> None:
     steps, _ = take(plan(batch_tokens=batch_tokens), Place(), 5)
