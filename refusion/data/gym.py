@@ -122,7 +122,7 @@ def is_correct(problem: Problem, text: str) -> bool:
     A number is compared by value with the first number behind the last `####`; any other answer as text, white space
     aside, with what follows the last `####`. Without `####` nothing is right.
     """
-    head, mark, tail = text.rpartition("####")
+    _, mark, tail = text.rpartition("####")
     if not mark:
         return False
     expected = number(problem.answer)

@@ -1,0 +1,5 @@
+"""`python -m refusion.cli` is `refusion`."""
+
+from refusion.cli import main
+
+main()
