@@ -1,0 +1,75 @@
+"""Settings of decoding, and their checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from refusion.errors import ConfigError
+
+DECODERS = ("refusion", "paper", "autoregressive")
+ACCEPTANCES = ("threshold", "greedy")
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How one answer is written.
+
+    decoder: one of DECODERS.
+    max_tokens: answer length in tokens, at most; 1 or more.
+    slot_size: k, positions per slot; 1 or more.
+    block_size: positions filled at a time; at least slot_size.
+    slot_threshold, token_threshold: in [0, 1].
+    temperature: 0 or more; 0 takes the best token.
+    top_p: in (0, 1].
+    seed: fixes every draw, whatever the batch.
+    stop: strings that end the text; they are cut from it.
+
+    For the decoder `refusion` only:
+    acceptance: "threshold" keeps a draft token whose probability given all before it exceeds
+        token_threshold (or that is the likeliest one); "greedy" keeps only the likeliest one.
+    draft_threshold: in [0, 1]; a slot's draft is verified up to its first token below it, and the
+        rest stays masked for the next draft.
+    stale_factor: in [0, 1]; what the probability of a draft behind a rejected token is multiplied
+        by; 0 drops such drafts.
+    plan_size: masks in one pass, at most; 1 or more.
+    """
+
+    decoder: str = "refusion"
+    max_tokens: int = 256
+    slot_size: int = 8
+    block_size: int = 32
+    slot_threshold: float = 0.9
+    token_threshold: float = 0.4
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    acceptance: str = "threshold"
+    draft_threshold: float = 0.3
+    stale_factor: float = 0.5
+    plan_size: int = 32
+
+    def __post_init__(self) -> None:
+        if self.decoder not in DECODERS:
+            raise ConfigError(f"unknown decoder '{self.decoder}'; choose one of {', '.join(DECODERS)}")
+        if self.acceptance not in ACCEPTANCES:
+            raise ConfigError(f"unknown acceptance '{self.acceptance}'; choose one of {', '.join(ACCEPTANCES)}")
+        for name in ("max_tokens", "slot_size", "block_size", "plan_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of 1 or more, got {value!r}")
+        if self.block_size < self.slot_size:
+            raise ConfigError(
+                f"block_size {self.block_size} is smaller than slot_size {self.slot_size}; a block holds whole slots"
+            )
+        for name in ("slot_threshold", "token_threshold", "draft_threshold", "stale_factor"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} must lie between 0 and 1, got {getattr(self, name)!r}")
+        if not self.temperature >= 0.0 or self.temperature == float("inf"):
+            raise ConfigError(f"temperature must be a finite number of 0 or more, got {self.temperature!r}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p must lie above 0 and at most at 1, got {self.top_p!r}")
+        if isinstance(self.stop, str):
+            raise ConfigError("stop must be a list of strings, not one string")
+        if any(not text for text in self.stop):
+            raise ConfigError("a stop string must not be empty")
