@@ -55,6 +55,8 @@ def bench(
     draft_threshold: options.DraftThreshold = DecodeConfig.draft_threshold,
     stale_factor: options.StaleFactor = DecodeConfig.stale_factor,
     plan_size: options.PlanSize = DecodeConfig.plan_size,
+    branch_size: options.BranchSize = DecodeConfig.branch_size,
+    branch_threshold: options.BranchThreshold = DecodeConfig.branch_threshold,
 ) -> None:
     """Compare decoders in quality and speed."""
     decode = options.decode_config(locals())
@@ -75,10 +77,8 @@ def bench(
     chosen = _choose(asked, loaded.config.mask_token_id, model)
     found, samples = _run(loaded, [replace(one, decoders=chosen) for one in settings], exclude)
     table.show(found["rows"])
-    if json_file is not None:
-        _write(json_file, json.dumps(found, indent=2) + "\n")
-    if samples_file is not None:
-        _write(samples_file, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
+    _write(json_file, json.dumps(found, indent=2) + "\n")
+    _write(samples_file, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
 
 
 def _run(
@@ -133,7 +133,9 @@ def _progress(task: str) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda phase, done, total: bar.update(row, description=f"{task}, {phase}", completed=done, total=total)
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Path | None, text: str) -> None:
+    if file is None:
+        return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")

@@ -51,6 +51,8 @@ def generate(
     draft_threshold: options.DraftThreshold = DecodeConfig.draft_threshold,
     stale_factor: options.StaleFactor = DecodeConfig.stale_factor,
     plan_size: options.PlanSize = DecodeConfig.plan_size,
+    branch_size: options.BranchSize = DecodeConfig.branch_size,
+    branch_threshold: options.BranchThreshold = DecodeConfig.branch_threshold,
 ) -> None:
     """Answer a prompt, or many from a file."""
     config = options.decode_config(locals())

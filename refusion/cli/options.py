@@ -63,6 +63,13 @@ StaleFactor = Annotated[
 ]
 PlanSize = Annotated[int, typer.Option("--plan-size", help="Masks in one pass, at most.", rich_help_panel=_OURS)]
 
+BranchSize = Annotated[
+    int, typer.Option("--branch-size", help="Masks behind each doubtful draft token.", rich_help_panel=_OURS)
+]
+BranchThreshold = Annotated[
+    float, typer.Option("--branch-threshold", help="Chance of rejection that plants a branch.", rich_help_panel=_OURS)
+]
+
 
 def decode_config(given: Mapping[str, Any]) -> DecodeConfig:
     """Settings from a command's parameters of the same names; a decoder of None is the default one.

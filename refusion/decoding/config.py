@@ -31,7 +31,11 @@ class DecodeConfig:
         rest stays masked for the next draft.
     stale_factor: in [0, 1]; what the probability of a draft behind a rejected token is multiplied
         by; 0 drops such drafts.
-    plan_size: masks in one pass, at most; 1 or more.
+    plan_size: masks of the main plan in one pass, at most; 1 or more.
+    branch_size: masks planted behind each draft token that may be rejected, so that the pass that
+        rejects it has planned for that case too; 0 plants none.
+    branch_threshold: in [0, 1]; the chance of being the first rejected that a draft token needs
+        for a branch.
     """
 
     decoder: str = "refusion"
@@ -48,6 +52,8 @@ class DecodeConfig:
     draft_threshold: float = 0.3
     stale_factor: float = 0.5
     plan_size: int = 32
+    branch_size: int = 0
+    branch_threshold: float = 0.1
 
     def __post_init__(self) -> None:
         if self.decoder not in DECODERS:
@@ -58,11 +64,13 @@ class DecodeConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of 1 or more, got {value!r}")
+        if not isinstance(self.branch_size, int) or self.branch_size < 0:
+            raise ConfigError(f"branch_size must be a whole number of 0 or more, got {self.branch_size!r}")
         if self.block_size < self.slot_size:
             raise ConfigError(
                 f"block_size {self.block_size} is smaller than slot_size {self.slot_size}; a block holds whole slots"
             )
-        for name in ("slot_threshold", "token_threshold", "draft_threshold", "stale_factor"):
+        for name in ("slot_threshold", "token_threshold", "draft_threshold", "stale_factor", "branch_threshold"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} must lie between 0 and 1, got {getattr(self, name)!r}")
         if not self.temperature >= 0.0 or self.temperature == float("inf"):

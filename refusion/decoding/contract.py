@@ -37,6 +37,8 @@ class Step:
 
     A query sees every committed cell of its row and those cells of this step that have its
     group and come earlier, itself included; in a bidirectional step, all of its group.
+    Where `parents` is given (then `groups` is None), the step is a forest instead: each cell
+    names the earlier cell it hangs on (-1 for none) and sees itself and what it descends from.
     kind names the pass for traces: "prompt", "plan", "verify", "completion", "fused", "next".
     """
 
@@ -48,6 +50,7 @@ class Step:
     kind: str = "verify"
     temperature: float = 0.0
     top_p: float = 1.0
+    parents: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

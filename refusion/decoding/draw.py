@@ -20,7 +20,8 @@ class Draws:
         return Ask(cell, given, None if self._random is None else self._random.random())
 
     def step(
-        self, kind: str, tokens: list[int], positions: list[int], ask: list[Ask], groups: list[int] | None = None
+        self, kind: str, tokens: list[int], positions: list[int], ask: list[Ask], groups: list[int] | None = None,
+        parents: list[int] | None = None,
     ) -> Step:
         """A causal step with this answer's sampling settings."""
-        return Step(tokens, positions, ask, groups, False, kind, self._temperature, self._top_p)
+        return Step(tokens, positions, ask, groups, False, kind, self._temperature, self._top_p, parents)

@@ -71,6 +71,19 @@ class Piece:
         return self.slot.positions.start + self.slot.cached + len(self.tokens)
 
 
+@dataclass
+class Branch:
+    """Masks that hang on a fed cell, for the case that the draft token behind it is rejected.
+
+    cell: the fed cell, counted from the first piece's. masks: (slot, position) from the rejected
+    position on. ask: index of the first mask's ask.
+    """
+
+    cell: int
+    masks: list[tuple[Slot, int]]
+    ask: int = 0
+
+
 def refusion(row: Row, prompt: Sequence[int], config: DecodeConfig, board: Board, mask_id: int) -> Algorithm:
     """Fills the blocks in turn until the text is complete."""
     decoder = _Decoder(row, prompt, config, board, mask_id)
@@ -93,7 +106,7 @@ class _Decoder:
             active = self._active()
             pieces = self._pieces(active)
             masks = self._masks(active, pieces)
-            yield from self._pass(pieces, masks, first)
+            yield from self._pass(pieces, masks, self._branches(active, pieces), first)
             first = False
 
     # what to feed
@@ -163,9 +176,37 @@ class _Decoder:
             masks += [(slot, slot.next_position + n) for n in range(drafted, self._room(slot))]
         return masks[: self.config.plan_size]
 
+    def _branches(self, active: list[Slot], pieces: list[Piece]) -> list[Branch]:
+        """A branch for every judged draft token that is likely enough to be the first rejected."""
+        if not self.config.branch_size:
+            return []
+        branches: list[Branch] = []
+        holds = 1.0
+        for piece in pieces:
+            for n in range(piece.fixed, len(piece.tokens)):
+                probability = piece.slot.drafts[n - piece.fixed][1]
+                cell = piece.first + n - 1
+                judged = n > 0 or piece.follows
+                if judged and holds * (1 - probability) >= self.config.branch_threshold:
+                    position = piece.stop - len(piece.tokens) + n
+                    branches.append(Branch(cell, self._open_from(active, position)))
+                holds *= probability
+        return branches
+
+    def _open_from(self, active: list[Slot], position: int) -> list[tuple[Slot, int]]:
+        """The next undecided positions from one on, with their slots."""
+        masks = [
+            (slot, at)
+            for slot in active
+            for at in range(max(slot.next_position, position), slot.next_position + max(self._room(slot), 0))
+        ]
+        return masks[: self.config.branch_size]
+
     # one pass
 
-    def _pass(self, pieces: list[Piece], masks: list[tuple[Slot, int]], first: bool) -> Passes:
+    def _pass(
+        self, pieces: list[Piece], masks: list[tuple[Slot, int]], branches: list[Branch], first: bool
+    ) -> Passes:
         lead = len(self.prompt) if first else 0
         tokens = list(self.prompt) if first else []
         positions = list(range(lead))
@@ -175,20 +216,37 @@ class _Decoder:
         fed = len(tokens)
         tokens += [self.mask_id] * len(masks)
         positions += [self.offset + at for _, at in masks]
+        parents = self._plant(branches, tokens, positions, lead) if branches else None
 
         asks = [self.draws.ask(lead - 1)] if lead else []
         for piece in pieces:
             asks += self._asks(piece, lead)
-        asks += [self.draws.ask(fed + n) for n in range(len(masks))]
+        begin = len(asks)
+        for branch in branches:
+            branch.ask += begin - fed
+        asks += [self.draws.ask(cell) for cell in range(fed, len(tokens))]
         kind = "prompt" if lead else ("fused" if masks else "verify") if pieces else "plan"
-        reading = yield self.draws.step(kind, tokens, positions, asks)
+        reading = yield self.draws.step(kind, tokens, positions, asks, parents=parents)
         assert reading is not None
 
         if lead:
             yield from self._go_on(0, reading, 0)
         accepted = lead + (yield from self._judge_all(pieces, reading, 1 if lead else 0))
         self.row.commit(range(accepted))
-        yield from self._replan(masks, reading, len(asks) - len(masks), accepted == fed)
+        yield from self._replan(masks, reading, begin, accepted == fed)
+        for branch in branches:
+            if accepted < fed and branch.cell == accepted - lead - 1:
+                yield from self._replan(branch.masks, reading, branch.ask, True)
+
+    def _plant(self, branches: list[Branch], tokens: list[int], positions: list[int], lead: int) -> list[int]:
+        """Adds the branches' masks to a pass; returns every cell's parent and notes where each branch begins."""
+        parents = list(range(-1, len(tokens) - 1))
+        for branch in branches:
+            branch.ask = len(tokens)
+            parents += [lead + branch.cell, *range(len(tokens), len(tokens) + len(branch.masks) - 1)]
+            tokens += [self.mask_id] * len(branch.masks)
+            positions += [self.offset + at for _, at in branch.masks]
+        return parents
 
     def _asks(self, piece: Piece, lead: int) -> list[Ask]:
         """Every fed cell names the next token; where a draft follows, its probability too."""

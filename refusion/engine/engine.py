@@ -159,7 +159,7 @@ class Engine:
             starts.append(start)
             mask = attention_mask(
                 self.cache.lengths[live.index], count, step.groups, step.bidirectional,
-                config.group_size, self.transformer.dtype, device,
+                config.group_size, self.transformer.dtype, device, step.parents,
             )
             segments.append(Segment(live.index, start, start + count, mask))
         hidden = self.transformer.step(

@@ -11,18 +11,30 @@ import torch
 from torch import Tensor
 
 
-def visible(count: int, groups: Sequence[int] | None, bidirectional: bool) -> Tensor:
+def visible(
+    count: int, groups: Sequence[int] | None, bidirectional: bool, parents: Sequence[int] | None = None
+) -> Tensor:
     """Boolean [T, T]: query by key inside the step. Every committed cell is visible besides.
 
     Causal within a group (all of one group where `groups` is None), or the whole group if
-    bidirectional.
+    bidirectional. With `parents`, each cell sees itself and the cells it descends from.
     """
+    if parents is not None:
+        return _ancestors(parents)
     seen = torch.ones(count, count, dtype=torch.bool)
     if not bidirectional:
         seen = seen.tril()
     if groups is not None:
         group_T = torch.tensor(groups)
         seen &= group_T.unsqueeze(1) == group_T.unsqueeze(0)
+    return seen
+
+
+def _ancestors(parents: Sequence[int]) -> Tensor:
+    seen = torch.eye(len(parents), dtype=torch.bool)
+    for cell, parent in enumerate(parents):
+        if parent >= 0:
+            seen[cell] |= seen[parent]
     return seen
 
 
@@ -34,9 +46,10 @@ def attention_mask(
     group_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    parents: Sequence[int] | None = None,
 ) -> Tensor | None:
     """Additive mask [G*T, P+T], 0 or -inf, or None where nothing is hidden."""
-    seen = visible(count, groups, bidirectional)
+    seen = visible(count, groups, bidirectional, parents)
     if bool(seen.all()):
         return None
     mask = torch.zeros(count, committed + count, dtype=dtype)

@@ -27,8 +27,16 @@ UNDRAWN = -7
 KINDS = {"prompt", "plan", "verify", "completion", "fused", "next"}
 
 
-def visible(count: int, groups: Sequence[int] | None, bidirectional: bool, query: int) -> list[int]:
+def visible(
+    count: int, groups: Sequence[int] | None, bidirectional: bool, query: int, parents: Sequence[int] | None = None
+) -> list[int]:
     """Cells of the step that a query sees."""
+    if parents is not None:
+        line = [query]
+        while parents[line[0]] >= 0:
+            assert parents[line[0]] < line[0], "a parent that comes later"
+            line.insert(0, parents[line[0]])
+        return line
     return [
         other for other in range(count)
         if (groups is None or groups[other] == groups[query]) and (bidirectional or other <= query)
@@ -168,13 +176,18 @@ class FakeEngine:
         count, lead = len(step.tokens), len(self.prompt)
         assert count and len(step.positions) == count and step.kind in KINDS
         assert step.groups is None or len(step.groups) == count
+        assert step.parents is None or (len(step.parents) == count and step.groups is None)
         assert (step.temperature, step.top_p) == (self.config.temperature, self.config.top_p)
         done = {position for (position, _), _ in self.row.cells}
         for token, position in zip(step.tokens, step.positions, strict=True):
             assert 0 <= position < lead + self.config.max_tokens, "a position outside prompt and answer"
             assert position not in done, "a position whose cell is committed is fed again"
             assert position >= lead or token == self.prompt[position], "the prompt isn't at its true positions"
-        assert len(set(step.positions)) == count, "a position fed twice in a pass"
+        for query in range(count):
+            seen = visible(count, step.groups, step.bidirectional, query, step.parents)
+            assert len({step.positions[other] for other in seen}) == len(seen), "a cell sees a position twice"
+        if step.parents is None:
+            assert len(set(step.positions)) == count, "a position fed twice in a pass"
         for ask in step.ask:
             assert 0 <= ask.cell < count
             assert ask.given != MASK
@@ -191,7 +204,7 @@ class FakeEngine:
         before: Context = tuple(cell for cell, _ in self.row.cells)
         contexts: list[Context] = []
         for query in range(len(here)):
-            seen = visible(len(here), step.groups, step.bidirectional, query)
+            seen = visible(len(here), step.groups, step.bidirectional, query, step.parents)
             contexts.append(before + tuple(here[other] for other in seen))
         self.row.offered = list(zip(here, contexts, strict=True))
         found: list[tuple[int, float, float, int, float]] = []

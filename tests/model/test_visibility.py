@@ -50,3 +50,15 @@ def test_the_mask_has_the_model_s_type(dtype: torch.dtype) -> None:
 def test_one_token_hides_nothing() -> None:
     assert attention_mask(7, 1, None, False, 3, torch.float32, torch.device("cpu")) is None
     assert attention_mask(7, 4, None, True, 3, torch.float32, torch.device("cpu")) is None
+
+
+@given(data=st.data(), count=st.integers(1, 9))
+def test_in_a_forest_a_cell_sees_its_line_only(data: st.DataObject, count: int) -> None:
+    parents = [data.draw(st.integers(-1, cell - 1)) for cell in range(count)]
+    seen = visible(count, None, False, parents)
+    for query in range(count):
+        line, at = set(), query
+        while at >= 0:
+            line.add(at)
+            at = parents[at]
+        assert {cell for cell in range(count) if seen[query, cell]} == line
