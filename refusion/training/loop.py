@@ -7,7 +7,8 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ from refusion.training.prepare import Prepared, prepare
 from refusion.training.recipe import Recipe
 from refusion.training.state import Progress
 from refusion.training.validate import Validation, validate
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where a run's folder isn't held
+    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +148,27 @@ class Trainer:
         return save(self.checkpoint, Path(self.recipe.run.out) / "model")
 
 
+@contextmanager
+def only_run(folder: Path) -> Iterator[None]:
+    """Makes a run's folder and holds it for this process; the system lets go of it when the process ends.
+
+    Raises:
+        ConfigError: the folder can't be made, or another training holds it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")  # noqa: SIM115 - held by the with below
+    except OSError as error:
+        raise ConfigError(f"run.out, {folder}, can't be made: {error.strerror or error}") from error
+    with lock:
+        if fcntl is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"another training holds {folder}; wait for it or name another run.out") from None
+        yield
+
+
 def make_optimizer(checkpoint: Checkpoint, recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW; weight decay on matrices only, never on norms and biases."""
     optim = recipe.optim
@@ -158,15 +185,10 @@ def open_trainer(recipe: Recipe, *, resume: bool) -> Trainer:
     """A trainer at the start, or at the newest checkpoint of `run.out`.
 
     Raises:
-        ConfigError: there is a run in the folder and resume isn't asked for, the folder can't be made,
-            or the recipe differs from the one that the run began with in more than its length, logs
-            and checkpoints.
+        ConfigError: there is a run in the folder and resume isn't asked for, or the recipe differs from
+            the one that the run began with in more than its length, logs and checkpoints.
     """
     folder = Path(recipe.run.out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.out, {folder}, can't be made: {error.strerror or error}") from error
     found = state.checkpoints(folder / "checkpoints")
     if found and not resume:
         raise ConfigError(f"{folder} already holds a run; give --resume to go on with it or name another run.out")
@@ -209,6 +231,11 @@ def train(recipe: Recipe, *, resume: bool = False, log: RunLog | None = None) ->
     """
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
+    with only_run(Path(recipe.run.out)):
+        return _run(recipe, resume, log)
+
+
+def _run(recipe: Recipe, resume: bool, log: RunLog | None) -> TrainResult:
     trainer = open_trainer(recipe, resume=resume)
     run = recipe.run
     log = log or RunLog(Path(run.out), recipe, trainer.progress)

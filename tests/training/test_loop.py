@@ -18,7 +18,7 @@ from refusion.checkpoint import load
 from refusion.errors import ConfigError, RefusionError
 from refusion.training import loop, state
 from refusion.training.log import RunLog
-from refusion.training.loop import Interrupted, TrainResult, make_optimizer, open_trainer, train
+from refusion.training.loop import Interrupted, TrainResult, make_optimizer, only_run, open_trainer, train
 from refusion.training.prepare import prepare
 from refusion.training.recipe import Recipe, load_recipe, recipe_from_dict
 from refusion.training.state import checkpoints, read_progress
@@ -213,3 +213,10 @@ def test_a_log_that_can_t_be_written_is_named(make_recipe: Make, monkeypatch: py
 def test_models_that_can_t_be_trained(make_recipe: Make) -> None:
     with pytest.raises(ConfigError, match="data.max_length is 200, .* has 128 positions"):
         train(make_recipe("data.max_length=200"))
+
+
+def test_a_second_training_in_the_same_folder_is_refused(make_recipe: Make) -> None:
+    recipe = make_recipe()
+    with only_run(out(recipe)), pytest.raises(ConfigError, match="another training holds"):
+        train(recipe)
+    assert train(recipe).model.is_dir()
