@@ -1,10 +1,11 @@
 """The published algorithm (arXiv 2512.13586, section 3.2 and algorithm 1): plan, verify, complete.
 
-Passes per round: one plan, one verification; if not one whole slot holds, the chosen slots are
-completed in parallel by turns of predicting their masked rest and verifying it. Differences
-from the official code, all of them faults there: an end token drops only what is behind it,
-tokens judged under a rejected draft are judged again, probabilities are float32, any lengths
-work, and an uncertain end token isn't believed while earlier positions are open.
+Passes per round: one plan (the first one within the prompt's pass), one verification; if not one
+whole slot holds, the chosen slots are completed in parallel by turns of predicting their masked
+rest and verifying it. Differences from the official code, all of them faults there: an end token
+drops only what is behind it, tokens judged under a rejected draft are judged again, probabilities
+are float32, any lengths work, and an uncertain end token isn't believed while earlier positions
+are open.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ class _Paper:
         self.draws, self.offset = Draws(config), len(prompt)
 
     def run(self) -> Passes:
-        yield from self._prefill()
         plan = blocks(self.board.length, self.config.block_size, self.config.slot_size)
         for block in plan:
             while True:
@@ -68,17 +68,18 @@ class _Paper:
                 if not accepted:
                     yield from self._complete(chosen)
 
-    def _prefill(self) -> Passes:
-        """The prompt alone; an empty one needs no pass."""
-        if self.prompt:
-            yield self.draws.step("prompt", list(self.prompt), list(range(self.offset)), [])
-            self.row.commit(range(self.offset))
-
     def _plan(self, pending: list[tuple[int, list[int]]]) -> Generator[Step | Event, Reading | None, list[Draft]]:
-        """Masks at every open position; returns the chosen slots' drafts in position order."""
+        """Masks at every open position; returns the chosen slots' drafts in position order.
+
+        The first plan is made in the prompt's own pass.
+        """
+        lead = 0 if self.row.committed else self.offset
         positions = [p for _, part in pending for p in part]
-        reading = yield self._step("plan", [self.mask_id] * len(positions), positions, range(len(positions)))
+        tokens = [*self.prompt[:lead], *[self.mask_id] * len(positions)]
+        kind, drawn = "prompt" if lead else "plan", range(lead, len(tokens))
+        reading = yield self._step(kind, tokens, [*range(-lead, 0), *positions], drawn)
         assert reading is not None
+        self.row.commit(range(lead))
         drafts, certainties, at = [], [], 0
         for index, part in pending:
             span = slice(at, at + len(part))

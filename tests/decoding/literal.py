@@ -34,8 +34,6 @@ class Published:
     def run(self) -> list[int]:
         self.storage: list[Cell] = list(enumerate(self.prompt))
         self.target = self.config.max_tokens
-        if self.prompt:
-            self.kinds.append("prompt")
         k, b = self.config.slot_size, self.config.block_size
         for begin in range(0, self.config.max_tokens, b):
             block = range(begin, min(begin + b, self.config.max_tokens))
@@ -77,7 +75,7 @@ class Published:
         return draft[: ends[0] + 1] if ends else draft
 
     def round(self, slots: list[list[int]]) -> None:
-        self.kinds.append("plan")
+        self.kinds.append("plan" if self.kinds or not self.prompt else "prompt")
         said = iter(self.masked(self.storage, [p for slot in slots for p in slot]))
         planned = [(slot, [next(said) for _ in slot]) for slot in slots]
         chosen = [(s, d) for s, d in planned if d[0][1] > self.config.slot_threshold]

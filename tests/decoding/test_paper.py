@@ -22,15 +22,15 @@ def paper(model: Any, **settings: Any) -> Any:
 
 def test_certain_slots_take_two_passes_a_block() -> None:
     run = paper(Text(TEXT))
-    assert run.kinds == ["prompt", "plan", "verify", "plan", "verify"]
-    assert run.tokens == TEXT[:16] and run.forwards == 4
-    assert run.passes[1].masks == list(range(8)) and run.passes[3].masks == list(range(8, 16))
-    assert run.passes[2].committed == list(range(8))
+    assert run.kinds == ["prompt", "verify", "plan", "verify"]
+    assert run.tokens == TEXT[:16] and run.forwards == 3
+    assert run.passes[0].masks == list(range(8)) and run.passes[2].masks == list(range(8, 16))
+    assert run.passes[1].committed == list(range(8))
 
 
 def test_one_uncertain_slot_a_round_two_passes_a_slot() -> None:
     run = paper(Text(TEXT, sure=0.8))
-    assert run.kinds == ["prompt", *["plan", "verify"] * 4]
+    assert run.kinds == ["prompt", "verify", *["plan", "verify"] * 3]
     assert [p.positions[0] for p in run.passes if p.kind == "verify"] == [0, 4, 8, 12]
 
 
@@ -45,21 +45,21 @@ def test_the_fallback_is_the_most_certain_slot() -> None:
 def test_a_rejected_later_slot_is_planned_again() -> None:
     """The first slot is whole; the second one's valid prefix is thrown away, as published."""
     run = paper(Text(TEXT, verify={6: {7: 0.3, 1: 0.7}}), max_tokens=8, slot_threshold=0.5)
-    assert run.kinds[:5] == ["prompt", "plan", "verify", "plan", "verify"]
-    assert run.passes[2].committed == [0, 1, 2, 3] and run.passes[3].masks == [4, 5, 6, 7]
+    assert run.kinds[:4] == ["prompt", "verify", "plan", "verify"]
+    assert run.passes[1].committed == [0, 1, 2, 3] and run.passes[2].masks == [4, 5, 6, 7]
 
 
 def test_completion_goes_on_behind_a_forced_token() -> None:
     """Two of four valid; the third is forced though the verifier never likes it, the fourth then holds."""
     run = paper(Text(TEXT, verify={2: {3: 0.1, 1: 0.9}}), max_tokens=4)
-    assert run.kinds == ["prompt", "plan", "verify", "completion", "completion"]
-    assert run.passes[3].tokens == [1, 2, MASK, MASK] and run.passes[4].tokens == [1, 2, 3, 4]
-    assert run.tokens == TEXT[:4] and run.passes[4].committed == [0, 1, 2, 3]
+    assert run.kinds == ["prompt", "verify", "completion", "completion"]
+    assert run.passes[2].tokens == [1, 2, MASK, MASK] and run.passes[3].tokens == [1, 2, 3, 4]
+    assert run.tokens == TEXT[:4] and run.passes[3].committed == [0, 1, 2, 3]
 
 
 def test_completion_takes_two_passes_a_token_at_worst() -> None:
     run = paper(Text(TEXT, verify={at: {at + 1: 0.1, 50: 0.9} for at in range(4)}), max_tokens=4)
-    assert run.kinds == ["prompt", "plan", "verify", *["completion"] * 6]
+    assert run.kinds == ["prompt", "verify", *["completion"] * 6]
     assert run.tokens == TEXT[:4]
 
 
@@ -73,18 +73,18 @@ def test_slots_behind_a_rejected_draft_are_judged_again_alone() -> None:
         return Text(TEXT, plan={2: (WRONG, 0.9)})(token, position, context)
 
     seen_alone = paper(predict, max_tokens=8)
-    kinds = ["prompt", "plan", "verify", "completion", "completion", "completion"]
+    kinds = ["prompt", "verify", "completion", "completion", "completion"]
     assert seen_alone.kinds[:6] == kinds
-    alone = seen_alone.passes[3]
+    alone = seen_alone.passes[2]
     assert alone.tokens == [1, 2, WRONG, 4, 5, 6, 7, 8] and alone.groups == [0] * 4 + [1] * 4
-    redraft, judged = seen_alone.passes[4:6]
+    redraft, judged = seen_alone.passes[3:5]
     assert redraft.tokens == [1, 2, MASK, MASK] and redraft.groups == [0] * 4, "the second slot is done"
     assert judged.committed == list(range(8))
 
 
 def test_completed_slots_see_only_the_prefix_and_themselves() -> None:
     run = paper(Text(TEXT, verify={2: {3: 0.1, 1: 0.9}, 6: {7: 0.1, 1: 0.9}}), max_tokens=8)
-    assert run.kinds == ["prompt", "plan", "verify", "completion", "completion", "completion"]
+    assert run.kinds == ["prompt", "verify", "completion", "completion", "completion"]
     contexts = {position: [p for p, _ in context] for (position, _), context in run.cells}
     assert contexts[8] == [0, 1, 2, 7, 8]
 
@@ -98,9 +98,9 @@ def test_a_rejected_end_lets_the_slot_grow_back() -> None:
         return Text(TEXT, plan=plan)(token, position, context)
 
     run = paper(predict, max_tokens=4)
-    assert run.passes[2].tokens == [1, END]
-    assert run.passes[3].tokens == [1, MASK, MASK, MASK]
-    assert run.kinds == ["prompt", "plan", "verify", "completion", "completion"]
+    assert run.passes[1].tokens == [1, END]
+    assert run.passes[2].tokens == [1, MASK, MASK, MASK]
+    assert run.kinds == ["prompt", "verify", "completion", "completion"]
     assert run.tokens == TEXT[:4]
 
 
@@ -108,7 +108,7 @@ def test_an_end_found_in_completion_drops_the_slots_behind_it_at_once() -> None:
     text = [1, 2, END, *TEXT[3:]]
     slow = {at: {at + 1: 0.1, 50: 0.9} for at in (5, 6, 7)}
     run = paper(Text(text, plan={1: (WRONG, 0.9)}, verify=slow), max_tokens=8)
-    assert run.kinds == ["prompt", "plan", "verify", "completion", "completion", "completion"]
+    assert run.kinds == ["prompt", "verify", "completion", "completion", "completion"]
     assert run.tokens == [1, WRONG, END], "a forced token stays"
 
 
@@ -117,27 +117,27 @@ def test_a_slot_behind_an_end_is_not_completed() -> None:
     text = [*TEXT[:5], END, *TEXT[6:]]
     low = {at: {at + 1: 0.1, 50: 0.9} for at in (2, 10)}
     run = paper(Text(text, verify=low), max_tokens=12, block_size=12)
-    assert run.kinds == ["prompt", "plan", "verify", *["completion"] * 3] and run.tokens == text[:6]
-    assert run.passes[4].positions == [0, 1, 2, 3] and run.passes[5].positions == [0, 1, 2, 3, 4, 5]
+    assert run.kinds == ["prompt", "verify", *["completion"] * 3] and run.tokens == text[:6]
+    assert run.passes[3].positions == [0, 1, 2, 3] and run.passes[4].positions == [0, 1, 2, 3, 4, 5]
 
 
 def test_an_uncertain_end_is_no_fallback_while_earlier_slots_are_open() -> None:
     plan = {0: (1, 0.3), 4: (END, 0.8)}
     run = paper(Text(TEXT, plan=plan), max_tokens=8)
-    assert run.passes[2].positions == [0, 1, 2, 3]
+    assert run.passes[1].positions == [0, 1, 2, 3]
     # with nothing open before it, it ends the text
     assert run.tokens == [1, 2, 3, 4, END]
 
 
 def test_a_first_token_is_never_judged() -> None:
     run = paper(Text(TEXT, verify={0: (50, 0.99), 4: (50, 0.99)}), max_tokens=8)
-    assert run.kinds == ["prompt", "plan", "verify"] and run.tokens == TEXT[:8]
-    assert [a.cell for a in run.passes[2].asks] == [0, 1, 2, 4, 5, 6]
+    assert run.kinds == ["prompt", "verify"] and run.tokens == TEXT[:8]
+    assert [a.cell for a in run.passes[1].asks] == [0, 1, 2, 4, 5, 6]
 
 
 def test_thresholds_are_exclusive() -> None:
     exactly = Text(TEXT, plan={at: (at + 1, 0.9) for at in range(8)})
-    assert paper(exactly, max_tokens=8).passes[2].positions == [0, 1, 2, 3], "0.9 isn't above 0.9"
+    assert paper(exactly, max_tokens=8).passes[1].positions == [0, 1, 2, 3], "0.9 isn't above 0.9"
     at_threshold = Text(TEXT, verify={2: {3: 0.4, 50: 0.6}})
     assert paper(at_threshold, max_tokens=4).count["completion"] == 2
 

@@ -158,7 +158,7 @@ def test_events_are_recorded_in_order_with_their_pass(decoder: str) -> None:
     passes = [number for number, _, _ in recorded.events]
     times = [seconds for _, seconds, _ in recorded.events]
     assert passes == sorted(passes) and times == sorted(times)
-    assert passes[0] == (2 if decoder == "paper" else 1)
+    assert passes[0] == 1
     # forwards leave the prompt's pass out
     assert max(passes) == recorded.forwards + 1
     committed = [event for _, _, event in recorded.events if event.kind == "committed"]
