@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from refusion.errors import ConfigError
 
 DECODERS = ("refusion", "paper", "autoregressive")
-ACCEPTANCES = ("threshold", "greedy")
+ACCEPTANCES = ("threshold", "greedy", "speculative")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,10 @@ class DecodeConfig:
 
     For the decoder `refusion` only:
     acceptance: "threshold" keeps a draft token whose probability given all before it exceeds
-        token_threshold (or that is the likeliest one); "greedy" keeps only the likeliest one.
+        token_threshold (or that is the likeliest one); "greedy" keeps only the likeliest one;
+        "speculative" keeps it where a draw from the verifier gives it, and the draw otherwise, so
+        that judged tokens follow the verifier's distribution exactly (all of them do with
+        slot_threshold 1; at temperature 0 it is "greedy").
     draft_threshold: in [0, 1]; a slot's draft is verified up to its first token below it, and the
         rest stays masked for the next draft.
     stale_factor: in [0, 1]; what the probability of a draft behind a rejected token is multiplied

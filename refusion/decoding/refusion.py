@@ -95,6 +95,7 @@ class _Decoder:
     def __init__(self, row: Row, prompt: Sequence[int], config: DecodeConfig, board: Board, mask_id: int) -> None:
         self.row, self.prompt, self.config, self.board, self.mask_id = row, prompt, config, board, mask_id
         self.draws, self.offset = Draws(config), len(prompt)
+        self._exact = config.acceptance == "speculative"
         plan = blocks(board.length, config.block_size, config.slot_size)
         parts = [part for block in plan for part in block]
         self.slots = [Slot(part, index) for index, part in enumerate(parts)]
@@ -224,7 +225,7 @@ class _Decoder:
         begin = len(asks)
         for branch in branches:
             branch.ask += begin - fed
-        asks += [self.draws.ask(cell) for cell in range(fed, len(tokens))]
+        asks += [Ask(cell) if self._exact else self.draws.ask(cell) for cell in range(fed, len(tokens))]
         kind = "prompt" if lead else ("fused" if masks else "verify") if pieces else "plan"
         reading = yield self.draws.step(kind, tokens, positions, asks, parents=parents)
         assert reading is not None
@@ -287,7 +288,7 @@ class _Decoder:
             # a first token that has no cell before it in the text can't be judged: the plan vouches for it
             judged = n > 0 or (piece.follows and slot.positions.start == self.board.contiguous)
             probability = reading.given_probability[judge] if judged else slot.drafts[0][1]
-            if judged and not self._accepts(token, probability, reading.best[judge]):
+            if judged and not self._accepts(token, probability, reading, judge):
                 yield Event("rejected", range(slot.next_position, slot.next_position + len(slot.drafts)),
                             [t for t, _ in slot.drafts], [p for _, p in slot.drafts], slot.index)
                 self._discount(slot)
@@ -306,8 +307,10 @@ class _Decoder:
         slot.stale = True
         slot.drafts = [(token, p * factor) for token, p in slot.drafts] if factor else []
 
-    def _accepts(self, token: int, probability: float, best: int) -> bool:
-        if token == best:
+    def _accepts(self, token: int, probability: float, reading: Reading, judge: int) -> bool:
+        # a draft that is a fixed guess is kept with the probability p(draft), and a rejected one is replaced by a
+        # draw from p without it: both are done by drawing once from p (arXiv 2211.17192 with a one-point proposal)
+        if token == (reading.sample if self._exact else reading.best)[judge]:
             return True
         return self.config.acceptance == "threshold" and probability > self.config.token_threshold
 
@@ -342,6 +345,9 @@ class _Decoder:
             slot.drafts = slot.drafts[: max(first - slot.next_position, 0)]
             fresh = [ask for position, ask in entries if position >= slot.next_position]
             if fresh and factor:
-                slot.drafts += [(reading.sample[ask], reading.sample_probability[ask] * factor) for ask in fresh]
+                token, chance = reading.sample, reading.sample_probability
+                if self._exact:
+                    token, chance = reading.best, reading.best_probability
+                slot.drafts += [(token[ask], chance[ask] * factor) for ask in fresh]
                 yield Event("draft", range(slot.next_position, slot.next_position + len(slot.drafts)),
                             [t for t, _ in slot.drafts], [p for _, p in slot.drafts], index)

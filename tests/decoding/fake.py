@@ -194,7 +194,8 @@ class FakeEngine:
             if step.temperature == 0:
                 assert ask.uniform is None, "a draw at temperature 0"
             else:
-                assert ask.uniform is not None or ask.given is not None, "a sampled token without a draw"
+                drawn = ask.uniform is not None or ask.given is not None or self.config.acceptance == "speculative"
+                assert drawn, "a sampled token without a draw"
             assert ask.uniform is None or 0 <= ask.uniform < 1
         groups = None if step.groups is None else list(step.groups)
         return Pass(step.kind, list(step.tokens), [p - lead for p in step.positions], groups, list(step.ask))
