@@ -165,7 +165,8 @@ CONFIGS = st.builds(
     decoder=st.sampled_from(["refusion", "refusion", "paper", "autoregressive"]),
     slot_threshold=st.sampled_from([0.0, 0.4, 0.7, 0.9, 1.0]), token_threshold=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
     temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.0]), top_p=st.sampled_from([0.5, 1.0]), seed=st.integers(0, 3),
-    acceptance=st.sampled_from(["threshold", "greedy", "speculative"]), draft_threshold=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+    acceptance=st.sampled_from(["threshold", "greedy", "speculative"]),
+    draft_threshold=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
     stale_factor=st.sampled_from([0.0, 0.5, 0.9, 1.0]), plan_size=st.sampled_from([1, 2, 5, 8, 32]),
     branch_size=st.sampled_from([0, 0, 1, 3, 6]), branch_threshold=st.sampled_from([0.0, 0.1, 0.6]),
 )
