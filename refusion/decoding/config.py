@@ -52,10 +52,10 @@ class DecodeConfig:
     seed: int = 0
     stop: tuple[str, ...] = ()
     acceptance: str = "threshold"
-    draft_threshold: float = 0.3
+    draft_threshold: float = 0.2
     stale_factor: float = 0.5
-    plan_size: int = 32
-    branch_size: int = 0
+    plan_size: int = 16
+    branch_size: int = 4
     branch_threshold: float = 0.1
 
     def __post_init__(self) -> None:

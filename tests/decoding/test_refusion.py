@@ -14,7 +14,8 @@ WRONG = 60
 
 
 def refusion(model: Any, **settings: Any) -> Run:
-    return decode(model, **{"slot_size": 4, "block_size": 12, "max_tokens": 12, **settings})
+    base: dict[str, Any] = {"draft_threshold": 0.3, "plan_size": 32, "branch_size": 0}
+    return decode(model, **{**base, "slot_size": 4, "block_size": 12, "max_tokens": 12, **settings})
 
 
 def fed(run: Run) -> list[list[int]]:

@@ -53,7 +53,7 @@ def test_slots_committed_behind_the_end_are_cut(decoder: str) -> None:
     """Slot 4 comes first; then a slot before it ends the text."""
     text = [*TEXT[:5], END, *TEXT[6:]]
     plan = {at: (text[at], 0.6) for at in range(24) if not 16 <= at < 20}
-    run = decode(Text(text, plan=plan), decoder=decoder, max_tokens=24, slot_size=4, block_size=24)
+    run = decode(Text(text, plan=plan), decoder=decoder, max_tokens=24, slot_size=4, block_size=24, plan_size=24)
     committed = {p - len(PROMPT) for (p, _), _ in run.cells}
     assert run.tokens == [*TEXT[:5], END] and {16, 17, 18, 19} <= committed
     assert sum(len(e.positions) for e in run.events if e.kind == "committed") > len(run.tokens)
