@@ -76,10 +76,10 @@ class Trainer:
         self.held_out: list[Noised] = prepared.held_out
         self.optimizer = make_optimizer(prepared.checkpoint, recipe)
         self.precision = torch.bfloat16 if recipe.run.precision == "bfloat16" else torch.float32
-        transformer = prepared.checkpoint.transformer
-        self.forward: Callable[[Tensor, Tensor], Tensor] = (
-            torch.compile(transformer, dynamic=True) if recipe.run.compile else transformer  # type: ignore[assignment]
-        )
+        self.forward: Callable[[Tensor, Tensor], Tensor] = prepared.checkpoint.transformer
+        if recipe.run.compile:
+            for layer in prepared.checkpoint.transformer.layers:  # one graph serves all of them
+                layer.compile(dynamic=True)
 
     @property
     def transformer(self) -> Any:
