@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ from torch import Tensor
 
 from refusion import checkpoint as checkpoints
 from refusion.checkpoint import Checkpoint, Tokenizer
-from refusion.decoding import algorithm
+from refusion.decoding import algorithm, cells_needed
 from refusion.decoding.config import DecodeConfig
 from refusion.engine import Engine, Finished
 from refusion.errors import CapacityError, ConfigError
 from refusion.model.config import ModelConfig
+from refusion.model.int8 import quantize_linear_layers
 from refusion.model.transformer import Transformer
 
 Prompt = str | Sequence[dict[str, str]]
@@ -127,8 +127,10 @@ class Model:
             raise ConfigError("the prompt is empty and this model has no token that begins a text; write a prompt")
         return ends[0] if bos is None else bos
 
-    def start(self, ids: Sequence[int], config: DecodeConfig) -> Callable[[Any], Any]:
+    def start(self, ids: Sequence[int], config: DecodeConfig, *, index: int = 0) -> Callable[[Any], Any]:
         """The decoder for prompt ids, waiting for an engine's row.
+
+        index: the prompt's place in its call; places draw apart under one seed.
 
         Raises:
             CapacityError: prompt and answer are longer than the model's context.
@@ -144,9 +146,10 @@ class Model:
             )
         check = None
         if config.stop:
-            check = partial(first_stop, stop=config.stop, decode=self.tokenizer.decode)
+            check = StopSearch(config.stop, self.tokenizer.decode)
         return algorithm(
-            config, ids, end_ids=self.tokenizer.eos_ids, mask_id=self.config.mask_token_id, stop_check=check
+            config, ids, end_ids=self.tokenizer.eos_ids, mask_id=self.config.mask_token_id, stop_check=check,
+            index=index,
         )
 
     def text(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
@@ -171,29 +174,77 @@ def first_stop(ids: list[int], *, stop: Sequence[str], decode: Callable[[list[in
     return low
 
 
+class StopSearch:
+    """`first_stop` for an answer that grows, in time proportional to what is new.
+
+    Only the tokens from a window's start on are decoded; a find is confirmed, and placed, by the
+    whole answer. The window is moved where its text is the end of the whole text, and long enough
+    that no stop string still to come can begin before it. So nothing is missed with a tokenizer
+    whose later tokens change no settled character; replacement characters at the end of a text
+    (an incomplete UTF-8 sequence) aren't settled.
+    """
+
+    # tokens kept beyond one for each character of a stop string: some have no character of their own
+    _SLACK = 8
+
+    def __init__(self, stop: Sequence[str], decode: Callable[[list[int]], str]) -> None:
+        self._stop, self._decode, self._start = stop, decode, 0
+        self._longest = max(map(len, stop))
+        self._whole = any("\ufffd" in s for s in stop)
+
+    def __call__(self, ids: list[int]) -> int | None:
+        """How many of the tokens so far reach up to the end of the first stop string, or None without one."""
+        text = self._decode(ids[self._start :])
+        if any(s in text for s in self._stop):
+            return first_stop(ids, stop=self._stop, decode=self._decode)
+        later = len(ids) - self._longest - self._SLACK
+        if later - self._start >= self._longest + self._SLACK and not self._whole:
+            tail = self._decode(ids[later:])
+            if text.endswith(tail) and len(tail.rstrip("\ufffd")) >= self._longest:
+                self._start = later
+        return None
+
+
+DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": None, "auto": None,
+}
+"""Types of weights by name; None: the best floating type of the device."""
+
+
 def load(
-    source: str | Path = "default", *, device: str = "auto", dtype: str = "auto", mask_token_id: int | None = None
+    source: str | Path = "default", *, device: str = "auto", dtype: str = "auto", mask_token_id: int | None = None,
+    compile: bool = False, adapter: str | Path | None = None,
 ) -> Model:
     """Loads a model from a folder, a GGUF file, a hub id, or the default one.
 
     device: "auto" is CUDA where there is one. dtype: "float32", "bfloat16", "float16" or "auto":
-    bfloat16 on CUDA and on CPUs with bfloat16 products, else float32.
+    bfloat16 on CUDA and on CPUs with bfloat16 products, else float32; "int8" is "auto" with the
+    linear layers in int8, on CPUs only. compile: fuse what lies between the matrix products with
+    torch.compile, which takes a C++ compiler and, the first time, a minute. adapter: a folder or hub
+    id of a peft LoRA adapter to add to the weights; "none" keeps the default model's own off.
 
     Raises:
         CheckpointError: the files are missing, damaged or not supported.
-        ConfigError: device or dtype is unknown.
+        ConfigError: device or dtype is unknown, or they don't go together.
     """
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"the device '{device}' can't be used: {str(error).splitlines()[0]}") from None
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype != "auto" and dtype not in kinds:
-        raise ConfigError(f"unknown dtype '{dtype}'; choose auto, {', '.join(kinds)}")
-    chosen = kinds.get(dtype) or (torch.bfloat16 if _has_bfloat16(where) else torch.float32)
-    checkpoint = checkpoints.load(source, dtype=chosen, device=where, mask_token_id=mask_token_id)
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype '{dtype}'; choose one of {', '.join(DTYPES)}")
+    if dtype == "int8" and not where.startswith("cpu"):
+        raise ConfigError(f"dtype int8 is for CPUs only; choose another for the device '{where}', or --device cpu")
+    chosen = DTYPES[dtype] or (torch.bfloat16 if _has_bfloat16(where) else torch.float32)
+    checkpoint = checkpoints.load(
+        source, dtype=chosen, device=where, mask_token_id=mask_token_id, adapter=adapter
+    )
     checkpoint.transformer.eval().requires_grad_(False)
+    if dtype == "int8":
+        quantize_linear_layers(checkpoint.transformer)
+    if compile:
+        checkpoint.transformer.compile_steps()
     return Model(checkpoint)
 
 
@@ -210,6 +261,7 @@ def generate(
     config: DecodeConfig | None = None,
     *,
     batch_size: int = 8,
+    max_cells: int | None = None,
     chat: bool = True,
     system: str | None = None,
     record: bool = False,
@@ -218,7 +270,10 @@ def generate(
     """Answers to one prompt or many, in the prompts' order; up to batch_size are written together.
 
     Args:
-        config: defaults to `refusion` where the model has a mask token, else left-to-right.
+        config: defaults to `refusion` where the model has a mask token, else left-to-right. Its seed and a
+            prompt's index fix the prompt's draws; index 0 is the seed's own stream.
+        max_cells: cells of the key-value cache that all of them together may hold (no limit where None);
+            answers for which there is no room wait.
         record: keep the decoder's events in each Generation.
         on_finish: called with (index, generation) as each one ends.
 
@@ -232,18 +287,16 @@ def generate(
     if config is None:
         config = DecodeConfig(decoder="refusion" if model.is_refusion else "autoregressive")
     ids = [model.prompt_ids(prompt, chat=chat, system=system) for prompt in wanted]
-    starts = [model.start(prompt, config) for prompt in ids]
-    engine = Engine(model.transformer, rows=max(1, min(batch_size, len(ids))))
+    starts = [model.start(prompt, config, index=index) for index, prompt in enumerate(ids)]
+    engine = Engine(model.transformer, rows=max(1, min(batch_size, len(ids))), max_cells=max_cells)
     results: dict[int, Generation] = {}
-    tickets: dict[int, int] = {}
-    following = 0
-    while following < len(ids) or engine.live_rows:
-        while following < len(ids) and engine.free_rows:
-            cells = len(ids[following]) + config.max_tokens + config.plan_size
-            tickets[engine.admit(starts[following], cells=cells, record=record)] = following
-            following += 1
+    tickets = {
+        engine.submit(start, cells=cells_needed(config, len(prompt)), record=record): index
+        for index, (start, prompt) in enumerate(zip(starts, ids, strict=True))
+    }
+    while not engine.idle:
         for done in engine.step():
-            index = tickets.pop(done.ticket)
+            index = tickets[done.ticket]
             results[index] = _generation(model, config, len(ids[index]), done)
             if on_finish:
                 on_finish(index, results[index])

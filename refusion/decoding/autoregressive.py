@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from refusion.decoding.board import Board
-from refusion.decoding.config import DecodeConfig
 from refusion.decoding.contract import Algorithm, Answer, Event, Row
 from refusion.decoding.draw import Draws
 
 
-def autoregressive(row: Row, prompt: Sequence[int], config: DecodeConfig, board: Board) -> Algorithm:
+def autoregressive(row: Row, prompt: Sequence[int], board: Board, draws: Draws) -> Algorithm:
     """Feeds the prompt, then each chosen token, until an end or the answer's length."""
-    draws, offset = Draws(config), len(prompt)
+    offset = len(prompt)
     tokens, positions, kind = list(prompt), list(range(offset)), "prompt"
     while not board.complete:
         reading = yield draws.step(kind, tokens, positions, [draws.ask(len(tokens) - 1)])

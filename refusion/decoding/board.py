@@ -24,7 +24,7 @@ class Board:
         self._end_ids = frozenset(end_ids)
         self._stop_check = stop_check
         self._tokens: dict[int, int] = {}
-        self._contiguous = 0
+        self._text: list[int] = []
         self._stopped = False
 
     def __contains__(self, position: int) -> bool:
@@ -33,12 +33,12 @@ class Board:
     @property
     def contiguous(self) -> int:
         """Positions decided without a gap from the first on."""
-        return self._contiguous
+        return len(self._text)
 
     @property
     def complete(self) -> bool:
         """Whether every position up to the target is decided."""
-        return self._contiguous >= self.length
+        return len(self._text) >= self.length
 
     def is_end(self, token: int) -> bool:
         return token in self._end_ids
@@ -50,11 +50,10 @@ class Board:
         self._tokens[position] = token
         if token in self._end_ids:
             self._shrink(position + 1)
-        grown = False
-        while self._contiguous in self._tokens:
-            self._contiguous += 1
-            grown = True
-        if grown and self._stop_check is not None:
+        before = len(self._text)
+        while (following := self._tokens.get(len(self._text))) is not None:
+            self._text.append(following)
+        if len(self._text) > before and self._stop_check is not None:
             keep = self._stop_check(self.tokens())
             if keep is not None:
                 self._shrink(keep)
@@ -65,7 +64,7 @@ class Board:
         self.length = min(self.length, length)
         for position in [p for p in self._tokens if p >= self.length]:
             del self._tokens[position]
-        self._contiguous = min(self._contiguous, self.length)
+        del self._text[self.length :]
 
     def pending(self, part: range) -> list[int]:
         """Undecided positions of a slot, within the target."""
@@ -73,7 +72,7 @@ class Board:
 
     def tokens(self) -> list[int]:
         """The tokens decided without a gap from the first position on, end token included."""
-        return [self._tokens[p] for p in range(self._contiguous)]
+        return list(self._text)
 
     @property
     def finish_reason(self) -> str:

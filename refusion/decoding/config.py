@@ -8,6 +8,7 @@ from refusion.errors import ConfigError
 
 DECODERS = ("refusion", "paper", "autoregressive")
 ACCEPTANCES = ("threshold", "greedy", "speculative")
+PLANNERS = ("confidence", "margin", "entropy", "left-to-right", "random")
 
 
 @dataclass(frozen=True)
@@ -21,15 +22,24 @@ class DecodeConfig:
     slot_threshold, token_threshold: in [0, 1].
     temperature: 0 or more; 0 takes the best token.
     top_p: in (0, 1].
-    seed: fixes every draw, whatever the batch.
+    seed: fixes every draw, whatever the batch; the prompts of one call draw apart, by their place in it.
     stop: strings that end the text; they are cut from it.
+
+    For the decoders `refusion` and `paper`:
+    planner: what makes a slot certain, read at its first mask and compared with slot_threshold:
+        "confidence" the highest probability; "margin" the best minus the second best probability;
+        "entropy" exp(-H), the inverse perplexity; "random" a number in [0, 1) fixed by seed and
+        slot index, the same for every prompt. "left-to-right" takes slots in order only: `paper`
+        always the leftmost open one; `refusion` none but the leftmost and those that follow on
+        the drafts from there without a gap, each of the latter if its highest probability exceeds
+        slot_threshold.
 
     For the decoder `refusion` only:
     acceptance: "threshold" keeps a draft token whose probability given all before it exceeds
         token_threshold (or that is the likeliest one); "greedy" keeps only the likeliest one;
         "speculative" keeps it where a draw from the verifier gives it, and the draw otherwise, so
         that judged tokens follow the verifier's distribution exactly (all of them do with
-        slot_threshold 1; at temperature 0 it is "greedy").
+        slot_threshold 1 or planner "left-to-right"; at temperature 0 it is "greedy").
     draft_threshold: in [0, 1]; a slot's draft is verified up to its first token below it, and the
         rest stays masked for the next draft.
     stale_factor: in [0, 1]; what the probability of a draft behind a rejected token is multiplied
@@ -51,6 +61,7 @@ class DecodeConfig:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    planner: str = "confidence"
     acceptance: str = "threshold"
     draft_threshold: float = 0.2
     stale_factor: float = 0.5
@@ -61,6 +72,8 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         if self.decoder not in DECODERS:
             raise ConfigError(f"unknown decoder '{self.decoder}'; choose one of {', '.join(DECODERS)}")
+        if self.planner not in PLANNERS:
+            raise ConfigError(f"unknown planner '{self.planner}'; choose one of {', '.join(PLANNERS)}")
         if self.acceptance not in ACCEPTANCES:
             raise ConfigError(f"unknown acceptance '{self.acceptance}'; choose one of {', '.join(ACCEPTANCES)}")
         for name in ("max_tokens", "slot_size", "block_size", "plan_size"):

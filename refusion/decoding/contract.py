@@ -24,11 +24,14 @@ class Ask:
     given: a token whose probability is wanted too.
     uniform: a number in [0, 1) that selects a sample under the step's temperature and top_p;
         None reads no sample (the best token stands in for it).
+    certainty: a measure of the whole distribution that is wanted too: "margin" (best minus second
+        best probability) or "entropy" (exp(-H), H in nats: the inverse perplexity).
     """
 
     cell: int
     given: int | None = None
     uniform: float | None = None
+    certainty: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class Reading:
     given_probability: of the token asked about (0.0 where none was).
     sample, sample_probability: the drawn token and its temperature-1 probability; the best
         token where no draw was asked for.
+    certainty: the measure asked for, in [0, 1] (0.0 where none was); empty where no ask of the
+        step names one.
     """
 
     best: Sequence[int]
@@ -68,6 +73,7 @@ class Reading:
     given_probability: Sequence[float]
     sample: Sequence[int]
     sample_probability: Sequence[float]
+    certainty: Sequence[float] = ()
 
 
 class Row(Protocol):

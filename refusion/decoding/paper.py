@@ -6,17 +6,25 @@ rest and verifying it. Differences from the official code, all of them faults th
 drops only what is behind it, tokens judged under a rejected draft are judged again, probabilities
 are float32, any lengths work, and an uncertain end token isn't believed while earlier positions
 are open.
+
+One cost is the official code's and not the paper's, which joins the slots' keys and values without
+computing any again: in a completion's verifications, slots that are full already are fed once more
+until the slowest is full too, though nothing is read there. Committed cells are seen by every later
+query of the row, while these slots must not see one another, so all of them are committed from the
+last pass. That costs cells, never a pass, and changes no token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from refusion.decoding.board import Board
 from refusion.decoding.config import DecodeConfig
 from refusion.decoding.contract import Algorithm, Answer, Ask, Event, Reading, Row, Step
 from refusion.decoding.draw import Draws
+from refusion.decoding.planner import Planner
+from refusion.decoding.seen import by_cell
 from refusion.slots import blocks
 
 Passes = Generator[Step | Event, Reading | None, None]
@@ -44,56 +52,80 @@ class Draft:
         return self.valid >= len(self.tokens)
 
 
-def paper(row: Row, prompt: Sequence[int], config: DecodeConfig, board: Board, mask_id: int) -> Algorithm:
+def paper(
+    row: Row, prompt: Sequence[int], config: DecodeConfig, board: Board, mask_id: int, draws: Draws
+) -> Algorithm:
     """Block by block, as published."""
-    decoder = _Paper(row, prompt, config, board, mask_id)
+    decoder = _Paper(row, prompt, config, board, mask_id, draws)
     yield from decoder.run()
     return Answer(board.tokens(), board.finish_reason)
 
 
 class _Paper:
-    def __init__(self, row: Row, prompt: Sequence[int], config: DecodeConfig, board: Board, mask_id: int) -> None:
+    def __init__(
+        self, row: Row, prompt: Sequence[int], config: DecodeConfig, board: Board, mask_id: int, draws: Draws
+    ) -> None:
         self.row, self.prompt, self.config, self.board, self.mask_id = row, prompt, config, board, mask_id
-        self.draws, self.offset = Draws(config), len(prompt)
+        self.draws, self.planner, self.offset = draws, Planner(config), len(prompt)
 
     def run(self) -> Passes:
         plan = blocks(self.board.length, self.config.block_size, self.config.slot_size)
+        first = 0
         for block in plan:
             while True:
                 pending = [(n, p) for n, part in enumerate(block) if (p := self.board.pending(part))]
                 if not pending:
                     break
-                chosen = yield from self._plan(pending)
+                chosen = yield from self._plan(pending, first)
                 accepted = yield from self._verify(chosen)
                 if not accepted:
                     yield from self._complete(chosen)
+            first += len(block)
 
-    def _plan(self, pending: list[tuple[int, list[int]]]) -> Generator[Step | Event, Reading | None, list[Draft]]:
+    def _plan(
+        self, pending: list[tuple[int, list[int]]], first: int
+    ) -> Generator[Step | Event, Reading | None, list[Draft]]:
         """Masks at every open position; returns the chosen slots' drafts in position order.
 
-        The first plan is made in the prompt's own pass.
+        The first plan is made in the prompt's own pass. first: the answer's index of the block's first slot.
         """
         lead = 0 if self.row.committed else self.offset
         positions = [p for _, part in pending for p in part]
+        begins = {part[0] for _, part in pending}
         tokens = [*self.prompt[:lead], *[self.mask_id] * len(positions)]
-        kind, drawn = "prompt" if lead else "plan", range(lead, len(tokens))
-        reading = yield self._step(kind, tokens, [*range(-lead, 0), *positions], drawn)
+        asks = [
+            self.draws.ask(cell, certainty=self.planner.measure if position in begins else None)
+            for cell, position in enumerate(positions, lead)
+        ]
+        kind = "prompt" if lead else "plan"
+        reading = yield self._step(kind, tokens, [*range(-lead, 0), *positions], asks)
         assert reading is not None
         self.row.commit(range(lead))
-        drafts, certainties, at = [], [], 0
+        seen = by_cell(asks, reading)
+        drafts: list[Draft] = []
+        certainties: list[float] = []
+        cell = lead
         for index, part in pending:
-            span = slice(at, at + len(part))
-            drafts.append(self._cut(part, list(reading.sample[span]), list(reading.sample_probability[span]), index))
-            certainties.append(reading.best_probability[at])
-            at += len(part)
-        chosen = [d for d, c in zip(drafts, certainties, strict=True) if c > self.config.slot_threshold]
-        if not chosen:
-            # an uncertain end token is believed only where everything before it is decided
-            sound = [n for n, d in enumerate(drafts) if n == 0 or not self.board.is_end(d.tokens[0])]
-            chosen = [drafts[max(sound, key=lambda n: certainties[n])]]
+            said = [seen[cell + n] for n in range(len(part))]
+            tokens, sure = [one.sample for one in said], [one.sample_probability for one in said]
+            drafts.append(self._cut(part, tokens, sure, index))
+            certainties.append(self.planner.certainty(first + index, said[0]))
+            cell += len(part)
+        chosen = self._choose(drafts, certainties)
         for draft in chosen:
             yield Event("draft", draft.positions, draft.tokens, draft.probabilities, draft.index)
         return chosen
+
+    def _choose(self, drafts: list[Draft], certainties: list[float]) -> list[Draft]:
+        """The slots certain enough, else the best one; the leftmost alone where the planner keeps the order."""
+        if self.planner.in_order:
+            return drafts[:1]
+        chosen = [d for d, c in zip(drafts, certainties, strict=True) if c > self.config.slot_threshold]
+        if chosen:
+            return chosen
+        # an uncertain end token is believed only where everything before it is decided
+        sound = [n for n, d in enumerate(drafts) if n == 0 or not self.board.is_end(d.tokens[0])]
+        return [drafts[max(sound, key=lambda n: certainties[n])]]
 
     def _cut(self, room: list[int], tokens: list[int], probabilities: list[float], index: int) -> Draft:
         """A draft up to its first end token: what stands behind it isn't part of the text."""
@@ -108,7 +140,7 @@ class _Paper:
         tokens = [t for d in chosen for t in d.tokens]
         positions = [p for d in chosen for p in d.positions]
         asks, spans = self._judging(chosen)
-        reading = yield self._step("verify", tokens, positions, [], asks)
+        reading = yield self._step("verify", tokens, positions, asks)
         assert reading is not None
         whole = 0
         for draft, span in zip(chosen, spans, strict=True):
@@ -122,20 +154,24 @@ class _Paper:
         return whole > 0
 
     def _judging(self, drafts: list[Draft]) -> tuple[list[Ask], list[slice]]:
-        """Asks for each draft token from the cell before it; a slot's first token is never judged."""
+        """Asks for each draft token from the cell before it, but for those valid already and a slot's first one.
+
+        The latter is never judged.
+        """
         asks: list[Ask] = []
         spans, cell = [], 0
         for draft in drafts:
             begin = len(asks)
-            asks += [Ask(cell + at, given=token) for at, token in enumerate(draft.tokens[1:])]
+            judged = range(max(draft.valid, 1), len(draft.tokens))
+            asks += [Ask(cell + at - 1, given=draft.tokens[at]) for at in judged]
             spans.append(slice(begin, len(asks)))
             cell += len(draft.tokens)
         return asks, spans
 
     def _prefix(self, draft: Draft, probabilities: Sequence[float]) -> int:
         """Tokens before the first whose probability given all before it is too low; what was valid stays so."""
-        for at in range(max(draft.valid, 1), len(draft.tokens)):
-            if not probabilities[at - 1] > self.config.token_threshold:
+        for at, probability in enumerate(probabilities, max(draft.valid, 1)):
+            if not probability > self.config.token_threshold:
                 return at
         return len(draft.tokens)
 
@@ -165,7 +201,7 @@ class _Paper:
         groups = [n for n, d in enumerate(drafts) for _ in d.tokens]
         tokens = [t for d in drafts for t in d.tokens]
         positions = [p for d in drafts for p in d.positions]
-        reading = yield self._step("completion", tokens, positions, [], asks, groups)
+        reading = yield self._step("completion", tokens, positions, asks, groups)
         assert reading is not None
         for draft, span in zip(drafts, spans, strict=True):
             draft.valid = self._prefix(draft, reading.given_probability[span])
@@ -175,14 +211,14 @@ class _Paper:
         tokens: list[int] = []
         positions: list[int] = []
         groups: list[int] = []
-        wanted: list[int] = []
+        asks: list[Ask] = []
         for number, draft in enumerate(drafts):
             rest = len(draft.room) - draft.valid
-            wanted += range(len(tokens) + draft.valid, len(tokens) + len(draft.room))
+            asks += map(self.draws.ask, range(len(tokens) + draft.valid, len(tokens) + len(draft.room)))
             tokens += [*draft.tokens[: draft.valid], *[self.mask_id] * rest]
             positions += draft.room
             groups += [number] * len(draft.room)
-        reading = yield self._step("completion", tokens, positions, wanted, groups=groups)
+        reading = yield self._step("completion", tokens, positions, asks, groups)
         assert reading is not None
         at = 0
         for draft in drafts:
@@ -210,14 +246,7 @@ class _Paper:
                 yield Event("committed", positions, tokens, sure, draft.index)
 
     def _step(
-        self,
-        kind: str,
-        tokens: list[int],
-        positions: list[int],
-        drawn: Iterable[int],
-        judged: list[Ask] | None = None,
-        groups: list[int] | None = None,
+        self, kind: str, tokens: list[int], positions: list[int], asks: list[Ask], groups: list[int] | None = None
     ) -> Step:
-        """A step at answer positions, that draws a token at `drawn` cells or reads `judged` ones."""
-        asks = [self.draws.ask(cell) for cell in drawn] + (judged or [])
+        """A step at answer positions."""
         return self.draws.step(kind, tokens, [self.offset + p for p in positions], asks, groups)

@@ -11,90 +11,35 @@ never exceeds left-to-right decoding's, whatever the drafts are worth.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Generator, Mapping, Sequence
 
 from refusion.decoding.board import Board
 from refusion.decoding.config import DecodeConfig
 from refusion.decoding.contract import Algorithm, Answer, Ask, Event, Reading, Row, Step
 from refusion.decoding.draw import Draws
+from refusion.decoding.parts import Branch, Piece, Slot
+from refusion.decoding.planner import Planner
+from refusion.decoding.seen import Seen, by_cell
 from refusion.slots import blocks
 
 Passes = Generator[Step | Event, Reading | None, None]
 
 
-@dataclass
-class Slot:
-    """A slot under way. Its decided tokens are a prefix, since it is verified from left to right.
-
-    known: positions decided; cached: those whose cells are committed; known - cached is 0 or 1
-    between passes. drafts: proposed (token, probability) for the positions from `known` on.
-    certainty: probability of its first mask's best token when that was planned last.
-    stale: its drafts were made behind a rejected token.
-    """
-
-    positions: range
-    index: int
-    tokens: list[int] = field(default_factory=list)
-    cached: int = 0
-    drafts: list[tuple[int, float]] = field(default_factory=list)
-    certainty: float = 0.0
-    stale: bool = False
-
-    @property
-    def known(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def next_position(self) -> int:
-        return self.positions.start + self.known
-
-
-@dataclass
-class Piece:
-    """What a pass feeds of one slot: cells from `first` on, the first `fixed` of them decided tokens.
-
-    follows: a draft begins the slot, right behind the last position of the piece before; then: that
-    draft's first token, for the piece before.
-    """
-
-    slot: Slot
-    first: int
-    fixed: int
-    tokens: list[int]
-    follows: bool = False
-    then: int | None = None
-
-    @property
-    def stop(self) -> int:
-        """The position behind its last one, before it is judged."""
-        return self.slot.positions.start + self.slot.cached + len(self.tokens)
-
-
-@dataclass
-class Branch:
-    """Masks that hang on a fed cell, for the case that the draft token behind it is rejected.
-
-    cell: the fed cell, counted from the first piece's. masks: (slot, position) from the rejected
-    position on. ask: index of the first mask's ask.
-    """
-
-    cell: int
-    masks: list[tuple[Slot, int]]
-    ask: int = 0
-
-
-def refusion(row: Row, prompt: Sequence[int], config: DecodeConfig, board: Board, mask_id: int) -> Algorithm:
+def refusion(
+    row: Row, prompt: Sequence[int], config: DecodeConfig, board: Board, mask_id: int, draws: Draws
+) -> Algorithm:
     """Fills the blocks in turn until the text is complete."""
-    decoder = _Decoder(row, prompt, config, board, mask_id)
+    decoder = _Decoder(row, prompt, config, board, mask_id, draws)
     yield from decoder.run()
     return Answer(board.tokens(), board.finish_reason)
 
 
 class _Decoder:
-    def __init__(self, row: Row, prompt: Sequence[int], config: DecodeConfig, board: Board, mask_id: int) -> None:
+    def __init__(
+        self, row: Row, prompt: Sequence[int], config: DecodeConfig, board: Board, mask_id: int, draws: Draws
+    ) -> None:
         self.row, self.prompt, self.config, self.board, self.mask_id = row, prompt, config, board, mask_id
-        self.draws, self.offset = Draws(config), len(prompt)
+        self.draws, self.planner, self.offset = draws, Planner(config), len(prompt)
         self._exact = config.acceptance == "speculative"
         plan = blocks(board.length, config.block_size, config.slot_size)
         parts = [part for block in plan for part in block]
@@ -143,7 +88,7 @@ class _Decoder:
                 chosen = slot.known > 0 or follows or not slot.stale
             else:
                 certain = self.block_of[slot.index] == block and slot.certainty > self.config.slot_threshold
-                chosen = slot.known > 0 or certain
+                chosen = slot.known > 0 or (certain and (follows or not self.planner.in_order))
             drafts = self._confident(slot) if chosen and not blocked else []
             # a leftmost slot without a draft gets a plan that no rejected token can spoil
             blocked = blocked or (slot is leftmost and not waiting and not drafts)
@@ -217,83 +162,135 @@ class _Decoder:
         fed = len(tokens)
         tokens += [self.mask_id] * len(masks)
         positions += [self.offset + at for _, at in masks]
-        parents = self._plant(branches, tokens, positions, lead) if branches else None
+        parents = self._plant(branches, tokens, positions) if branches else None
 
-        asks = [self.draws.ask(lead - 1)] if lead else []
-        for piece in pieces:
-            asks += self._asks(piece, lead)
-        begin = len(asks)
-        for branch in branches:
-            branch.ask += begin - fed
-        asks += [Ask(cell) if self._exact else self.draws.ask(cell) for cell in range(fed, len(tokens))]
+        asks = self._asks(pieces, masks, branches, lead, fed)
         kind = "prompt" if lead else ("fused" if masks else "verify") if pieces else "plan"
         reading = yield self.draws.step(kind, tokens, positions, asks, parents=parents)
         assert reading is not None
+        seen = by_cell(asks, reading)
 
         if lead:
-            yield from self._go_on(0, reading, 0)
-        accepted = lead + (yield from self._judge_all(pieces, reading, 1 if lead else 0))
+            yield from self._go_on(0, seen, lead - 1)
+        accepted = lead + (yield from self._judge_all(pieces, seen))
         self.row.commit(range(accepted))
-        yield from self._replan(masks, reading, begin, accepted == fed)
+        yield from self._replan(masks, seen, fed, accepted == fed)
         for branch in branches:
-            if accepted < fed and branch.cell == accepted - lead - 1:
-                yield from self._replan(branch.masks, reading, branch.ask, True)
+            if accepted < fed and branch.cell == accepted - 1:
+                yield from self._replan(branch.masks, seen, branch.begin, True)
 
-    def _plant(self, branches: list[Branch], tokens: list[int], positions: list[int], lead: int) -> list[int]:
+    def _plant(self, branches: list[Branch], tokens: list[int], positions: list[int]) -> list[int]:
         """Adds the branches' masks to a pass; returns every cell's parent and notes where each branch begins."""
         parents = list(range(-1, len(tokens) - 1))
         for branch in branches:
-            branch.ask = len(tokens)
-            parents += [lead + branch.cell, *range(len(tokens), len(tokens) + len(branch.masks) - 1)]
+            branch.begin = len(tokens)
+            parents += [branch.cell, *range(len(tokens), len(tokens) + len(branch.masks) - 1)]
             tokens += [self.mask_id] * len(branch.masks)
             positions += [self.offset + at for _, at in branch.masks]
         return parents
 
-    def _asks(self, piece: Piece, lead: int) -> list[Ask]:
-        """Every fed cell names the next token; where a draft follows, its probability too."""
-        following = [*piece.tokens[1:], piece.then]
-        return [self.draws.ask(lead + piece.first + n, given=token) for n, token in enumerate(following)]
+    # what to read
+
+    def _asks(
+        self, pieces: list[Piece], masks: list[tuple[Slot, int]], branches: list[Branch], lead: int, fed: int
+    ) -> list[Ask]:
+        """Every cell whose reading may be used, in the cells' order."""
+        ends = self._ends(pieces)
+        asks = [self.draws.ask(lead - 1)] if lead else []
+        for piece, used in zip(pieces, ends, strict=True):
+            asks += self._piece_asks(piece, used)
+        judging = {ask.cell for ask in asks}
+        asks += self._mask_asks(masks, fed, self._sure(pieces, ends) if lead == 0 else [0])
+        for branch in branches:
+            # what was rejected is replaced by the verifier's own token; what can't be rejected needs no plan
+            known = [branch.masks[0][1]] if branch.cell in judging else [at for _, at in branch.masks]
+            asks += self._mask_asks(branch.masks, branch.begin, known)
+        return asks
+
+    def _ends(self, pieces: list[Piece]) -> list[bool]:
+        """Of each piece, whether its last cell's reading may be used, once all up to there hold.
+
+        It judges the draft that begins the next slot, where the text goes on from the left, or it
+        gives a free token there or inside the slot. Nothing follows an end token.
+        """
+        held: set[int] = set()
+        reach = self.board.contiguous
+        ends: list[bool] = []
+        for piece in pieces:
+            held.update(range(piece.start, piece.stop))
+            while reach in held or reach in self.board:
+                reach += 1
+            open_ended = piece.stop < piece.slot.positions.stop or piece.stop == reach
+            ends.append(open_ended and piece.stop < self.board.length and not self.board.is_end(piece.tokens[-1]))
+            if ends[-1]:
+                held.add(piece.stop)
+        return ends
+
+    def _sure(self, pieces: list[Piece], ends: list[bool]) -> list[int]:
+        """Positions that get a free token in any case: behind the first pieces, as long as these hold no draft."""
+        sure: list[int] = []
+        for piece, used in zip(pieces, ends, strict=True):
+            if len(piece.tokens) > piece.fixed:
+                break
+            if used and piece.then is None:
+                sure.append(piece.stop)
+        return sure
+
+    def _piece_asks(self, piece: Piece, used: bool) -> list[Ask]:
+        """Every cell names the next token, the last one if it is of use; where a draft follows, its probability too."""
+        asks = [self.draws.ask(piece.first + n, given=token) for n, token in enumerate(piece.tokens[1:])]
+        if used:
+            return [*asks, self.draws.ask(piece.first + len(asks), given=piece.then)]
+        self.draws.skip()
+        return asks
+
+    def _mask_asks(self, masks: list[tuple[Slot, int]], begin: int, known: Container[int]) -> list[Ask]:
+        """A draft for every mask but those whose token will be known; the planner's measure at slots' first ones."""
+        asks: list[Ask] = []
+        for cell, (slot, at) in enumerate(masks, begin):
+            measure = self.planner.measure if at == slot.positions.start else None
+            # speculative acceptance draws at the verifier's cells only
+            ask = Ask(cell, certainty=measure) if self._exact else self.draws.ask(cell, certainty=measure)
+            if at not in known:
+                asks.append(ask)
+        return asks
+
+    # what came of it
 
     def _judge_all(
-        self, pieces: list[Piece], reading: Reading, at: int
+        self, pieces: list[Piece], seen: Mapping[int, Seen]
     ) -> Generator[Step | Event, Reading | None, int]:
-        """Accepts pieces up to the first rejected token; returns how many cells hold.
-
-        at: index of the first piece's first ask.
-        """
+        """Accepts pieces up to the first rejected token; returns how many cells hold."""
         accepted, whole = 0, True
         for piece in pieces:
             if not whole:
                 self._discount(piece.slot)
                 continue
-            count, whole = yield from self._judge(piece, reading, at)
+            count, whole = yield from self._judge(piece, seen)
             accepted += count
-            at += len(piece.tokens)
             if whole and piece.then is None:
-                yield from self._go_on(piece.slot.next_position, reading, at - 1)
+                yield from self._go_on(piece.slot.next_position, seen, accepted - 1)
         return accepted
 
     def _judge(
-        self, piece: Piece, reading: Reading, at: int
+        self, piece: Piece, seen: Mapping[int, Seen]
     ) -> Generator[Step | Event, Reading | None, tuple[int, bool]]:
-        """Accepts a prefix of a piece; returns its cells and whether what follows it may be judged.
-
-        at: index of the piece's first ask.
-        """
+        """Accepts a prefix of a piece; returns its cells and whether what follows it may be judged."""
         slot = piece.slot
         slot.cached += piece.fixed
         slot.drafts = slot.drafts[: len(piece.tokens) - piece.fixed]
         for n in range(piece.fixed, len(piece.tokens)):
-            token, judge = piece.tokens[n], at + n - 1
+            token, probability = piece.tokens[n], slot.drafts[0][1]
             # a first token that has no cell before it in the text can't be judged: the plan vouches for it
-            judged = n > 0 or (piece.follows and slot.positions.start == self.board.contiguous)
-            probability = reading.given_probability[judge] if judged else slot.drafts[0][1]
-            if judged and not self._accepts(token, probability, reading, judge):
-                yield Event("rejected", range(slot.next_position, slot.next_position + len(slot.drafts)),
-                            [t for t, _ in slot.drafts], [p for _, p in slot.drafts], slot.index)
-                self._discount(slot)
-                yield from self._decide(slot, reading.sample[judge], reading.sample_probability[judge])
-                return n, False
+            if n > 0 or (piece.follows and slot.positions.start == self.board.contiguous):
+                judge = seen[piece.first + n - 1]
+                probability = judge.given_probability
+                if not self._accepts(token, judge):
+                    yield Event("rejected", range(slot.next_position, slot.next_position + len(slot.drafts)),
+                                [t for t, _ in slot.drafts], [p for _, p in slot.drafts], slot.index)
+                    self._discount(slot)
+                    yield from self._decide(slot, judge.sample, judge.sample_probability)
+                    return n, False
             slot.cached += 1
             yield from self._decide(slot, token, probability)
             if self.board.is_end(token) or self.board.complete:
@@ -307,21 +304,24 @@ class _Decoder:
         slot.stale = True
         slot.drafts = [(token, p * factor) for token, p in slot.drafts] if factor else []
 
-    def _accepts(self, token: int, probability: float, reading: Reading, judge: int) -> bool:
+    def _accepts(self, token: int, judge: Seen) -> bool:
         # a draft that is a fixed guess is kept with the probability p(draft), and a rejected one is replaced by a
         # draw from p without it: both are done by drawing once from p (arXiv 2211.17192 with a one-point proposal)
-        if token == (reading.sample if self._exact else reading.best)[judge]:
+        if token == (judge.sample if self._exact else judge.best):
             return True
-        return self.config.acceptance == "threshold" and probability > self.config.token_threshold
+        return self.config.acceptance == "threshold" and judge.given_probability > self.config.token_threshold
 
-    def _go_on(self, position: int, reading: Reading, ask: int) -> Passes:
-        """The token behind an accepted prefix comes free: inside its slot, or where the text goes on from the left."""
+    def _go_on(self, position: int, seen: Mapping[int, Seen], cell: int) -> Passes:
+        """The token behind an accepted prefix comes free: inside its slot, or where the text goes on from the left.
+
+        cell: the prefix's last.
+        """
         slot = next((s for s in self.slots if position in s.positions), None)
-        if slot is None or position != slot.next_position:
+        if slot is None or position != slot.next_position or position >= self.board.length:
             return
         if position == slot.positions.start and position != self.board.contiguous:
             return
-        yield from self._decide(slot, reading.sample[ask], reading.sample_probability[ask])
+        yield from self._decide(slot, seen[cell].sample, seen[cell].sample_probability)
 
     def _decide(self, slot: Slot, token: int, probability: float) -> Passes:
         position = slot.next_position
@@ -330,24 +330,27 @@ class _Decoder:
             slot.drafts = slot.drafts[1:]
             yield Event("committed", (position,), (token,), (probability,), slot.index)
 
-    def _replan(self, masks: list[tuple[Slot, int]], reading: Reading, begin: int, whole: bool) -> Passes:
-        """Takes the masks' predictions as drafts: in full where all before them held, discounted where not."""
+    def _replan(self, masks: list[tuple[Slot, int]], seen: Mapping[int, Seen], begin: int, whole: bool) -> Passes:
+        """Takes the masks' predictions as drafts: in full where all before them held, discounted where not.
+
+        begin: the first mask's cell.
+        """
         factor = 1.0 if whole else self.config.stale_factor
         by_slot: dict[int, list[tuple[int, int]]] = {}
-        for n, (slot, position) in enumerate(masks):
+        for cell, (slot, position) in enumerate(masks, begin):
             if position < self.board.length:
-                by_slot.setdefault(slot.index, []).append((position, begin + n))
+                by_slot.setdefault(slot.index, []).append((position, cell))
         for index, entries in by_slot.items():
-            slot, (first, ask) = self.slots[index], entries[0]
-            if first == slot.positions.start:
-                slot.certainty, slot.stale = reading.best_probability[ask] * factor, not whole
+            slot, (first, cell) = self.slots[index], entries[0]
+            if first == slot.next_position == slot.positions.start:
+                slot.certainty, slot.stale = self.planner.certainty(index, seen[cell]) * factor, not whole
             # what was masked is drafted anew, behind what was fed and is stale now
             slot.drafts = slot.drafts[: max(first - slot.next_position, 0)]
-            fresh = [ask for position, ask in entries if position >= slot.next_position]
+            fresh = [seen[cell] for position, cell in entries if position >= slot.next_position]
             if fresh and factor:
-                token, chance = reading.sample, reading.sample_probability
-                if self._exact:
-                    token, chance = reading.best, reading.best_probability
-                slot.drafts += [(token[ask], chance[ask] * factor) for ask in fresh]
+                slot.drafts += [
+                    (one.best, one.best_probability * factor) if self._exact
+                    else (one.sample, one.sample_probability * factor) for one in fresh
+                ]
                 yield Event("draft", range(slot.next_position, slot.next_position + len(slot.drafts)),
                             [t for t, _ in slot.drafts], [p for _, p in slot.drafts], index)

@@ -2,18 +2,21 @@
 
 The engine speaks token ids. Each live row is an algorithm's generator waiting for a reading;
 a step gathers what all of them ask for, packs the tokens without padding, runs one forward
-pass and resumes every generator. Rows join and leave between any two steps.
+pass and resumes every generator. Rows join and leave between any two steps; sequences for
+which there is no row or no memory wait in a queue.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from refusion.decoding.contract import Algorithm, Answer, Event, Reading, Row, Step
+from refusion.engine.chunks import pieces
 from refusion.engine.reading import Asked, read, split_readings
 from refusion.errors import CapacityError
 from refusion.model.cache import Cache
@@ -26,7 +29,8 @@ class Finished:
     """A sequence that is done.
 
     forwards: passes after the prompt's (those whose kind isn't "prompt"). seconds and
-    first_token_seconds count from admission. events: as yielded, with the pass they followed.
+    first_token_seconds count from admission, queued_seconds up to it. events: as yielded, with the
+    pass they followed.
     """
 
     ticket: int
@@ -35,6 +39,16 @@ class Finished:
     seconds: float
     first_token_seconds: float
     events: list[tuple[int, float, Event]]
+    queued_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Queued:
+    ticket: int
+    start: Callable[[Row], Algorithm]
+    cells: int
+    record: bool
+    since: float
 
 
 @dataclass
@@ -45,6 +59,8 @@ class _Live:
     step: Step | None
     started: float
     record: bool
+    queued: float = 0.0
+    fed: int = 0
     forwards: int = 0
     passes: int = 0
     first_token: float | None = None
@@ -66,17 +82,27 @@ class EngineRow:
 
 
 class Engine:
-    """Runs up to `rows` sequences together over one preallocated cache.
+    """Runs up to `rows` sequences together, each over its own cells of one cache.
 
-    capacity: cells per row at the start; a row that needs more makes all rows grow.
+    max_cells: cells that all rows together may hold, or None without a limit (one cell takes
+        `engine.cache.bytes_per_cell`). What doesn't fit waits in the queue.
+    chunk: tokens of prompts in one pass, at most; a longer prompt is fed in several passes, so
+        that a pass's memory and the other rows' waiting stay bounded.
     """
 
-    def __init__(self, transformer: Transformer, rows: int = 8, capacity: int = 512) -> None:
+    def __init__(
+        self, transformer: Transformer, rows: int = 8, *, max_cells: int | None = None, chunk: int = 512
+    ) -> None:
+        if max_cells is not None and max_cells < 1:
+            raise CapacityError(f"max_cells must be 1 or more, got {max_cells}")
+        if chunk < 1:
+            raise CapacityError(f"chunk must be 1 or more, got {chunk}")
         config = transformer.config
-        self.transformer, self.config = transformer, config
-        self.cache = Cache(config, rows, capacity, transformer.dtype, transformer.device)
+        self.transformer, self.config, self.max_cells, self.chunk = transformer, config, max_cells, chunk
+        self.cache = Cache(config, rows, 0, transformer.dtype, transformer.device)
         self._free = list(range(rows))[::-1]
         self._live: list[_Live] = []
+        self._queue: deque[_Queued] = deque()
         self._tickets = 0
         banned = torch.arange(config.vocab_size) >= config.num_tokens
         if config.mask_token_id is not None:
@@ -91,29 +117,72 @@ class Engine:
     def live_rows(self) -> int:
         return len(self._live)
 
-    def admit(self, start: Callable[[Row], Algorithm], *, cells: int = 0, record: bool = False) -> int:
-        """Takes a sequence in; returns its ticket.
+    @property
+    def queued(self) -> int:
+        """Sequences that wait for a row or for memory."""
+        return len(self._queue)
 
-        start: makes the algorithm for its row. cells: how many the row is expected to need.
-        record: keep the algorithm's events.
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is live and nothing waits."""
+        return not self._live and not self._queue
+
+    def submit(self, start: Callable[[Row], Algorithm], *, cells: int = 0, record: bool = False) -> int:
+        """Takes a sequence in as soon as there is a row and memory for it, in order of coming; returns its ticket.
+
+        start: makes the algorithm for its row. cells: how many the row will need, at most; they are
+        allocated at once (a row that turns out to need more grows). record: keep the algorithm's events.
 
         Raises:
-            CapacityError: no row is free.
+            CapacityError: so many cells are never to be had.
         """
-        if not self._free:
-            raise CapacityError(f"all {self.cache.rows} rows are taken; wait for one to finish")
-        self.cache.reserve(cells)
-        index = self._free[-1]
-        self.cache.clear(index)
-        row = EngineRow(self.cache, index)
-        live = _Live(self._tickets, index, start(row), None, time.perf_counter(), record)
-        self._free.pop()
+        if self.max_cells is not None and cells > self.max_cells:
+            raise CapacityError(
+                f"a sequence of {cells} cells is longer than the {self.max_cells} that the cache may hold; "
+                "ask for a shorter answer, shorten the prompt or raise max_cells"
+            )
+        self._queue.append(_Queued(self._tickets, start, cells, record, time.perf_counter()))
         self._tickets += 1
-        self._live.append(live)
-        return live.ticket
+        return self._tickets - 1
+
+    def admit(self, start: Callable[[Row], Algorithm], *, cells: int = 0, record: bool = False) -> int:
+        """As `submit`, for callers that keep their own queue.
+
+        Raises:
+            CapacityError: no row is free, others wait already, or there aren't enough cells now.
+        """
+        if self._queue or not self._free:
+            raise CapacityError(f"all {self.cache.rows} rows are taken; wait for one to finish")
+        if self.max_cells is not None and self.cache.cells + cells > self.max_cells:
+            raise CapacityError(
+                f"{self.cache.cells} of {self.max_cells} cells are taken and {cells} are wanted; "
+                "wait for a row to finish or raise max_cells"
+            )
+        ticket = self.submit(start, cells=cells, record=record)
+        self._fill()
+        return ticket
+
+    def _fill(self) -> None:
+        """Moves sequences from the queue into free rows while memory lasts."""
+        while self._queue and self._free:
+            first = self._queue[0]
+            if self.max_cells is not None and self.cache.cells + first.cells > self.max_cells:
+                return
+            self._queue.popleft()
+            index, now = self._free[-1], time.perf_counter()
+            algorithm = first.start(EngineRow(self.cache, index))
+            self.cache.reserve(index, first.cells)
+            self._free.pop()
+            self._live.append(
+                _Live(first.ticket, index, algorithm, None, now, first.record, queued=now - first.since)
+            )
 
     def cancel(self, ticket: int) -> bool:
-        """Drops a live sequence and frees its row; False if it isn't there (any more)."""
+        """Drops a sequence, live or queued, and frees its row; False if it isn't there (any more)."""
+        for waiting in self._queue:
+            if waiting.ticket == ticket:
+                self._queue.remove(waiting)
+                return True
         for live in self._live:
             if live.ticket == ticket:
                 live.algorithm.close()
@@ -123,53 +192,77 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """One forward pass for all live rows; returns those that are done."""
+        """One forward pass for the live rows; returns those that are done.
+
+        Rows whose prompts don't fit into this pass wait for the next one.
+        """
+        self._fill()
         finished = [done for live in list(self._live) if live.step is None and (done := self._resume(live, None))]
-        waiting = [live for live in self._live if live.step is not None]
-        if not waiting:
+        fed = [(live, size) for live, size in self._schedule() if size]
+        if not fed:
             return finished
-        steps = [live.step for live in waiting if live.step is not None]
-        readings = self._forward(waiting, steps)
-        for live, step, reading in zip(waiting, steps, readings, strict=True):
-            live.passes += 1
+        for live, step, reading in self._forward(fed):
             live.forwards += step.kind != "prompt"
             if done := self._resume(live, reading):
                 finished.append(done)
         return finished
 
     def run(self) -> list[Finished]:
-        """Steps until no row is live."""
+        """Steps until nothing is live or queued."""
         finished = []
-        while self._live:
+        while not self.idle:
             finished += self.step()
         return finished
 
-    def _forward(self, waiting: Sequence[_Live], steps: Sequence[Step]) -> list[Reading]:
+    def _schedule(self) -> list[tuple[_Live, int]]:
+        """How many tokens of its step each row feeds now: whole steps, but prompts share `chunk` tokens."""
+        waiting = [live for live in self._live if live.step is not None]
+        return list(zip(waiting, pieces([(live.step, live.fed) for live in waiting if live.step], self.chunk),
+                        strict=True))
+
+    def _forward(self, fed: Sequence[tuple[_Live, int]]) -> list[tuple[_Live, Step, Reading]]:
+        """Feeds so many tokens of each row's step; readings of the steps that are complete now."""
         device, config = self.transformer.device, self.config
-        lengths = [self.cache.lengths[live.index] for live in waiting]
-        self.cache.reserve(max(length + len(step.tokens) for length, step in zip(lengths, steps, strict=True)))
         tokens: list[int] = []
         positions: list[int] = []
         segments: list[Segment] = []
+        complete: list[tuple[_Live, Step]] = []
         starts: list[int] = []
-        for live, step in zip(waiting, steps, strict=True):
-            start, count = len(tokens), len(step.tokens)
-            tokens += step.tokens
-            positions += step.positions
-            starts.append(start)
+        for live, size in fed:
+            step, start, begin = live.step, len(tokens), live.fed
+            assert step is not None
+            stop, committed = begin + size, self.cache.lengths[live.index]
+            self._reserve(live.index, committed + stop)
+            tokens += step.tokens[begin:stop]
+            positions += step.positions[begin:stop]
+            parents = None if step.parents is None else [max(p - begin, -1) for p in step.parents[begin:stop]]
+            groups = None if step.groups is None else step.groups[begin:stop]
             mask = attention_mask(
-                self.cache.lengths[live.index], count, step.groups, step.bidirectional,
-                config.group_size, self.transformer.dtype, device, step.parents,
+                committed + begin, size, groups, step.bidirectional, config.group_size, self.transformer.dtype,
+                device, parents,
             )
-            segments.append(Segment(live.index, start, start + count, mask))
+            segments.append(Segment(live.index, start, start + size, mask, begin))
+            live.passes += 1
+            live.fed = stop
+            if stop == len(step.tokens):
+                live.fed = 0
+                complete.append((live, step))
+                starts.append(start - begin)
         hidden = self.transformer.step(
             torch.tensor(tokens, device=device), torch.tensor(positions, device=device), self.cache, segments
         )
+        steps = [step for _, step in complete]
         asked = Asked.of(steps, starts)
-        if not asked.cells:
-            return split_readings([[]] * 5, steps)
-        logits = self.transformer.project(hidden[torch.tensor(asked.cells, device=device)])
-        return split_readings(read(logits, asked, self._banned).tolist(), steps)
+        if asked.cells:
+            logits = self.transformer.project(hidden[torch.tensor(asked.cells, device=device)])
+            readings = split_readings(read(logits, asked, self._banned).tolist(), steps)
+        else:
+            readings = split_readings([[]] * 5, steps)
+        return [(live, step, reading) for (live, step), reading in zip(complete, readings, strict=True)]
+
+    def _reserve(self, row: int, cells: int) -> None:
+        if cells > self.cache.capacity(row):  # nobody said how long it gets: grow by half, not cell by cell
+            self.cache.reserve(row, max(cells, self.cache.capacity(row) * 3 // 2))
 
     def _resume(self, live: _Live, reading: Reading | None) -> Finished | None:
         """Runs a generator on to its next step; the finished sequence where it returns."""
@@ -184,7 +277,7 @@ class Engine:
             now = time.perf_counter() - live.started
             self._release(live)
             first = now if live.first_token is None else live.first_token
-            return Finished(live.ticket, end.value, live.forwards, now, first, live.events)
+            return Finished(live.ticket, end.value, live.forwards, now, first, live.events, live.queued)
         except Exception:
             self._release(live)  # its generator is dead; the other rows can go on
             raise
@@ -198,4 +291,5 @@ class Engine:
 
     def _release(self, live: _Live) -> None:
         self._live.remove(live)
+        self.cache.release(live.index)
         self._free.append(live.index)

@@ -5,8 +5,8 @@ A asks of a packed step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ SMALLEST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Asked:
-    """The asks of several rows' steps, packed: cells index the packed tokens."""
+    """The asks of several rows' steps, packed: cells index the packed tokens, drawn and measured the asks."""
 
     cells: list[int]
     given: list[int]
@@ -26,6 +26,7 @@ class Asked:
     temperature: list[float]
     top_p: list[float]
     drawn: list[int]
+    measured: dict[str, list[int]] = field(default_factory=dict)
 
     @staticmethod
     def of(steps: Sequence[Step], starts: Sequence[int]) -> Asked:
@@ -38,6 +39,8 @@ class Asked:
                     asked.uniform.append(ask.uniform)
                     asked.temperature.append(step.temperature)
                     asked.top_p.append(step.top_p)
+                if ask.certainty is not None:
+                    asked.measured.setdefault(ask.certainty, []).append(len(asked.cells))
                 asked.cells.append(start + ask.cell)
                 asked.given.append(-1 if ask.given is None else ask.given)
         return asked
@@ -46,7 +49,8 @@ class Asked:
 def read(logits_AV: Tensor, asked: Asked, banned: Tensor) -> Tensor:
     """float64 [5, A]: best token and its probability, the given token's probability, sample and its probability.
 
-    Probabilities are float32 softmax at temperature 1 over the tokens that aren't banned.
+    A sixth row is the certainty, where any ask wants it. Probabilities are float32 softmax at
+    temperature 1 over the tokens that aren't banned.
     """
     scores = logits_AV.float().masked_fill(banned, float("-inf"))
     probabilities = scores.softmax(dim=-1)
@@ -60,8 +64,34 @@ def read(logits_AV: Tensor, asked: Asked, banned: Tensor) -> Tensor:
         drawn = draw(scores[rows], asked.uniform, asked.temperature, asked.top_p)
         sample = best.index_copy(0, rows, drawn)
         sample_probability = probabilities.gather(1, sample.unsqueeze(1)).squeeze(1)
-    rows5 = (best, best_probability, given_probability, sample, sample_probability)
-    return torch.stack([row.double() for row in rows5])
+    table = [best, best_probability, given_probability, sample, sample_probability]
+    if asked.measured:
+        table.append(certainty(probabilities, asked.measured))
+    return torch.stack([row.double() for row in table])
+
+
+def certainty(probabilities_AV: Tensor, measured: Mapping[str, Sequence[int]]) -> Tensor:
+    """What each ask wants to know of its distribution (Ask.certainty), [A] in [0, 1]; 0 where it wants nothing.
+
+    measured: the asks of each measure.
+    """
+    found = probabilities_AV.new_zeros(len(probabilities_AV))
+    for name, asks in measured.items():
+        rows = torch.tensor(asks, device=found.device)
+        found = found.index_copy(0, rows, _MEASURES[name](probabilities_AV[rows]))
+    return found
+
+
+def _margin(probabilities_AV: Tensor) -> Tensor:
+    best, second = probabilities_AV.topk(2, dim=-1).values.unbind(-1)
+    return best - second
+
+
+def _inverse_perplexity(probabilities_AV: Tensor) -> Tensor:
+    return torch.special.entr(probabilities_AV).sum(dim=-1).neg().exp()
+
+
+_MEASURES = {"margin": _margin, "entropy": _inverse_perplexity}
 
 
 def draw(
@@ -89,11 +119,13 @@ def draw(
 
 
 def split_readings(table: Sequence[Sequence[float]], steps: Sequence[Step]) -> list[Reading]:
-    """The packed table [5][A] cut into one reading per step."""
+    """The packed table [5][A], or [6][A] with certainty, cut into one reading per step."""
     readings, at = [], 0
     for step in steps:
         span = slice(at, at + len(step.ask))
-        best, best_p, given_p, sample, sample_p = (row[span] for row in table)
-        readings.append(Reading([int(t) for t in best], best_p, given_p, [int(t) for t in sample], sample_p))
+        best, best_p, given_p, sample, sample_p, *more = (row[span] for row in table)
+        # what a row reads doesn't depend on what its neighbours ask for
+        measured = more[0] if more and any(ask.certainty is not None for ask in step.ask) else ()
+        readings.append(Reading([int(t) for t in best], best_p, given_p, [int(t) for t in sample], sample_p, measured))
         at += len(step.ask)
     return readings

@@ -24,14 +24,16 @@ class Segment:
     """The tokens of one cache row inside a packed step.
 
     mask_GTC is added to attention scores: G*T rows (the T tokens once per query head of a
-    key/value head, head by head) over the row's committed cells followed by the step's own T;
+    key/value head, head by head) over the row's cells before these, followed by the T own ones;
     None where every token sees every one of them. See refusion.model.visibility.
+    fed: cells of the same step that earlier passes have written behind the committed ones.
     """
 
     row: int
     start: int
     stop: int
     mask_GTC: Tensor | None
+    fed: int = 0
 
 
 class RMSNorm(nn.Module):
@@ -94,30 +96,31 @@ class Attention(nn.Module):
             )
         return self.out(attended.transpose(1, 2).flatten(2))
 
-    def step(
-        self, x_TE: Tensor, cos: Tensor, sin: Tensor, layer: int, cache: Cache, segments: Sequence[Segment]
+    def attend(
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, cache: Cache, segments: Sequence[Segment]
     ) -> Tensor:
-        """Packed tokens of several rows: writes their keys and values, attends over each row."""
+        """Packed tokens of several rows: writes their keys and values, attends over each row; [T, H*D]."""
+        parts = [self._attend_row(q_THD, k_TKD, v_TKD, layer, cache, segment) for segment in segments]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_row(
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, cache: Cache, segment: Segment
+    ) -> Tensor:
         c = self.config
-        q_THD, k_TKD, v_TKD = self.project(x_TE, cos, sin)
-        attended_THD = torch.empty_like(q_THD)
-        for segment in segments:
-            span, count = slice(segment.start, segment.stop), segment.stop - segment.start
-            begin = cache.lengths[segment.row]
-            end = begin + count
-            keys_KCD = cache.keys_LRHCD[layer, segment.row]
-            values_KCD = cache.values_LRHCD[layer, segment.row]
-            keys_KCD[:, begin:end] = k_TKD[span].transpose(0, 1)
-            values_KCD[:, begin:end] = v_TKD[span].transpose(0, 1)
-            # query heads that share keys become further query rows: no key is ever repeated
-            q = q_THD[span].unflatten(1, (c.num_kv_heads, c.group_size)).permute(1, 2, 0, 3)
-            q = q.reshape(1, c.num_kv_heads, c.group_size * count, c.head_dim)
-            out = F.scaled_dot_product_attention(
-                q, keys_KCD[None, :, :end], values_KCD[None, :, :end], attn_mask=segment.mask_GTC
-            )
-            out = out.view(c.num_kv_heads, c.group_size, count, c.head_dim).permute(2, 0, 1, 3)
-            attended_THD[span] = out.reshape(count, c.num_heads, c.head_dim)
-        return self.out(attended_THD.flatten(1))
+        span, count = slice(segment.start, segment.stop), segment.stop - segment.start
+        begin = cache.lengths[segment.row] + segment.fed
+        end = begin + count
+        keys_KCD, values_KCD = cache.keys(segment.row)[layer], cache.values(segment.row)[layer]
+        keys_KCD[:, begin:end] = k_TKD[span].transpose(0, 1)
+        values_KCD[:, begin:end] = v_TKD[span].transpose(0, 1)
+        # query heads that share keys become further query rows: no key is ever repeated
+        q = q_THD[span].unflatten(1, (c.num_kv_heads, c.group_size)).permute(1, 2, 0, 3)
+        q = q.reshape(1, c.num_kv_heads, c.group_size * count, c.head_dim)
+        out = F.scaled_dot_product_attention(
+            q, keys_KCD[None, :, :end], values_KCD[None, :, :end], attn_mask=segment.mask_GTC
+        )
+        out = out.view(c.num_kv_heads, c.group_size, count, c.head_dim).permute(2, 0, 1, 3)
+        return out.reshape(count, c.num_heads * c.head_dim)
 
 
 class MLP(nn.Module):
@@ -145,11 +148,20 @@ class Layer(nn.Module):
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.mlp(self.mlp_norm(x))
 
+    def before(self, x_TE: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The part of a step before attention: queries [T, H, D], keys and values [T, K, D]."""
+        return self.attention.project(self.attention_norm(x_TE), cos, sin)
+
+    def after(self, x_TE: Tensor, attended_TE: Tensor) -> Tensor:
+        """The part of a step behind attention."""
+        x_TE = x_TE + self.attention.out(attended_TE)
+        return x_TE + self.mlp(self.mlp_norm(x_TE))
+
     def step(
         self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, cache: Cache, segments: Sequence[Segment]
     ) -> Tensor:
-        x = x + self.attention.step(self.attention_norm(x), cos, sin, layer, cache, segments)
-        return x + self.mlp(self.mlp_norm(x))
+        q, k, v = self.before(x, cos, sin)
+        return self.after(x, self.attention.attend(q, k, v, layer, cache, segments))
 
 
 class Transformer(nn.Module):
@@ -164,6 +176,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.int8_head: nn.Module | None = None  # takes the head's place, see refusion.model.int8
         frequencies, self.rope_factor = inverse_frequencies(config)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
@@ -198,7 +211,15 @@ class Transformer(nn.Module):
             x = layer.step(x, cos, sin, index, cache, segments)  # type: ignore[operator]
         return self.norm(x)
 
+    def compile_steps(self) -> None:
+        """Compiles what a step does around attention: norms, rotation and activation fuse; all layers share it."""
+        for layer in self.layers:
+            layer.before = torch.compile(layer.before, dynamic=True)  # type: ignore[method-assign]
+            layer.after = torch.compile(layer.after, dynamic=True)  # type: ignore[method-assign]
+
     def project(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] in the model's own type, for the hidden states asked for only."""
+        if self.int8_head is not None:
+            return self.int8_head(hidden)
         weight = self.embedding.weight if self.head is None else self.head.weight
         return F.linear(hidden, weight.to(hidden.dtype))

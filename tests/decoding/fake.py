@@ -7,6 +7,7 @@ the query's own last among its step's) -> {token: probability}.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,15 @@ def quantile(probabilities: Mapping[int, float], temperature: float, top_p: floa
         if target < at:
             return token
     return nucleus[-1][0]
+
+
+def measured(probabilities: Mapping[int, float], name: str) -> float:
+    """A measure of certainty, by definition."""
+    ordered = sorted(probabilities.values(), reverse=True)
+    if name == "margin":
+        return ordered[0] - (ordered[1] if len(ordered) > 1 else 0.0)
+    assert name == "entropy"
+    return math.exp(sum(p * math.log(p) for p in ordered if p > 0))
 
 
 @dataclass
@@ -188,9 +198,11 @@ class FakeEngine:
             assert len({step.positions[other] for other in seen}) == len(seen), "a cell sees a position twice"
         if step.parents is None:
             assert len(set(step.positions)) == count, "a position fed twice in a pass"
+        assert len({ask.cell for ask in step.ask}) == len(step.ask), "a cell asked about twice"
         for ask in step.ask:
             assert 0 <= ask.cell < count
             assert ask.given != MASK
+            assert ask.certainty in (None, self.config.planner), "a measure that the planner doesn't use"
             if step.temperature == 0:
                 assert ask.uniform is None, "a draw at temperature 0"
             else:
@@ -220,7 +232,11 @@ class FakeEngine:
             given = 0.0 if ask.given is None else p.get(ask.given, 0.0)
             found.append((best, p[best], given, sample, p.get(sample, 0.0)))
         columns: list[Any] = [list(column) for column in zip(*found, strict=True)] or [[]] * 5
-        return Reading(*columns)
+        certainty: list[float] = []
+        if any(ask.certainty for ask in step.ask):
+            said = [self.predict(here[a.cell][1], here[a.cell][0], contexts[a.cell]) for a in step.ask]
+            certainty = [measured(p, a.certainty) if a.certainty else 0.0 for p, a in zip(said, step.ask, strict=True)]
+        return Reading(*columns, certainty)
 
 
 def check(run: Run, config: DecodeConfig, ends: Collection[int], stopped: bool = False) -> Run:

@@ -12,7 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from refusion.decoding import DecodeConfig
-from tests.decoding.fake import MASK, Cell, Predict
+from refusion.decoding.planner import Planner
+from refusion.decoding.seen import Seen
+from tests.decoding.fake import MASK, Cell, Predict, measured
 
 
 @dataclass
@@ -35,9 +37,11 @@ class Published:
         self.storage: list[Cell] = list(enumerate(self.prompt))
         self.target = self.config.max_tokens
         k, b = self.config.slot_size, self.config.block_size
+        self.starts: list[int] = []
         for begin in range(0, self.config.max_tokens, b):
             block = range(begin, min(begin + b, self.config.max_tokens))
             slots = [list(block[at : at + k]) for at in range(0, len(block), k)]
+            self.starts += [slot[0] for slot in slots]
             while open_slots := [kept for slot in slots if (kept := [p for p in slot if self.is_open(p)])]:
                 self.round(open_slots)
         return [self.text[p] for p in range(self.target)]
@@ -49,15 +53,24 @@ class Published:
         position, token = context[-1]
         return dict(self.predict(token, position, tuple(context)))
 
-    def masked(self, before: Sequence[Cell], positions: Sequence[int]) -> list[tuple[int, float]]:
-        """Every mask's best token and its probability; a mask sees those before it."""
+    def masked(self, before: Sequence[Cell], positions: Sequence[int]) -> list[tuple[int, dict[int, float]]]:
+        """Every mask's best token and all probabilities; a mask sees those before it."""
         context, found = list(before), []
         for position in positions:
             context.append((len(self.prompt) + position, MASK))
             p = self.look(context)
             best = max(p, key=lambda t: (p[t], -t))
-            found.append((best, p[best]))
+            found.append((best, p))
         return found
+
+    def certainty(self, start: int, p: dict[int, float]) -> float:
+        """Of a slot, from its first position and what its first mask says."""
+        planner = self.config.planner
+        if planner in ("margin", "entropy"):
+            return measured(p, planner)
+        if planner == "random":
+            return Planner(self.config).certainty(self.starts.index(start), Seen(0, 0.0, 0.0, 0, 0.0, 0.0))
+        return max(p.values())
 
     def valid(self, before: Sequence[Cell], slot: Chosen) -> int:
         """How many draft tokens hold: the first always, what was fixed, then all above the threshold."""
@@ -78,10 +91,13 @@ class Published:
         self.kinds.append("plan" if self.kinds or not self.prompt else "prompt")
         said = iter(self.masked(self.storage, [p for slot in slots for p in slot]))
         planned = [(slot, [next(said) for _ in slot]) for slot in slots]
-        chosen = [(s, d) for s, d in planned if d[0][1] > self.config.slot_threshold]
+        sure = {s[0]: self.certainty(s[0], d[0][1]) for s, d in planned}
+        chosen = [(s, d) for s, d in planned if sure[s[0]] > self.config.slot_threshold]
         if not chosen:
             sound = [pair for pair in planned if pair is planned[0] or pair[1][0][0] not in self.ends]
-            chosen = [max(sound, key=lambda pair: pair[1][0][1])]
+            chosen = [max(sound, key=lambda pair: sure[pair[0][0]])]
+        if self.config.planner == "left-to-right":
+            chosen = planned[:1]
         drafts = [Chosen(slot, self.cut([token for token, _ in draft])) for slot, draft in chosen]
 
         self.kinds.append("verify")

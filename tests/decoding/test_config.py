@@ -15,6 +15,7 @@ NAN, INFINITY = float("nan"), float("inf")
 @pytest.mark.parametrize(("settings", "sentence"), [
     ({"decoder": "best"}, "unknown decoder 'best'; choose one of refusion, paper, autoregressive"),
     ({"acceptance": "all"}, "unknown acceptance 'all'; choose one of threshold, greedy, speculative"),
+    ({"planner": "best"}, "unknown planner 'best'; choose one of confidence, margin, entropy, left-to-right, random"),
     ({"max_tokens": 0}, "max_tokens must be a whole number of 1 or more, got 0"),
     ({"max_tokens": 2.5}, "max_tokens must be a whole number of 1 or more, got 2.5"),
     ({"slot_size": -1}, "slot_size must be a whole number of 1 or more, got -1"),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refusion.decoding import DecodeConfig
+from refusion.decoding.config import PLANNERS
 from tests.decoding.fake import END, MASK, PROMPT, decode
 from tests.decoding.literal import Published
 from tests.decoding.scripts import Text, hashed
@@ -135,6 +136,16 @@ def test_a_first_token_is_never_judged() -> None:
     assert [a.cell for a in run.passes[1].asks] == [0, 1, 2, 4, 5, 6]
 
 
+def test_what_is_valid_is_not_read_again() -> None:
+    """Slot 1 is full after its first judgment alone; it is fed beside slot 0 till that one is, and never read."""
+    slow = {at: {at + 1: 0.1, 50: 0.9} for at in (2, 3)}
+    run = paper(Text(TEXT, verify=slow), max_tokens=8)
+    assert run.kinds == ["prompt", "verify", *["completion"] * 5] and run.tokens == TEXT[:8]
+    judged = [one for one in run.passes[2:] if not one.masks]
+    assert all(one.positions == list(range(8)) for one in judged)
+    assert [[a.cell for a in one.asks] for one in judged] == [[1, 2, 4, 5, 6], [2], []]
+
+
 def test_thresholds_are_exclusive() -> None:
     exactly = Text(TEXT, plan={at: (at + 1, 0.9) for at in range(8)})
     assert paper(exactly, max_tokens=8).passes[1].positions == [0, 1, 2, 3], "0.9 isn't above 0.9"
@@ -147,15 +158,15 @@ def test_thresholds_are_exclusive() -> None:
     seed=st.integers(0, 10**6), loose=st.sampled_from([0.3, 0.7, 0.9]), end=st.sampled_from([0.003, 0.05, 0.4]),
     length=st.integers(1, 20), slot=st.integers(1, 6), more=st.integers(0, 9),
     slot_threshold=st.sampled_from([0.0, 0.4, 0.7, 1.0]), token_threshold=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
-    prompt=st.sampled_from([PROMPT, ()]),
+    prompt=st.sampled_from([PROMPT, ()]), planner=st.sampled_from(["confidence", *PLANNERS]),
 )
 def test_it_equals_the_literal_algorithm(
     seed: int, loose: float, end: float, length: int, slot: int, more: int, slot_threshold: float,
-    token_threshold: float, prompt: tuple[int, ...],
+    token_threshold: float, prompt: tuple[int, ...], planner: str,
 ) -> None:
     config = DecodeConfig(
         decoder="paper", max_tokens=length, slot_size=slot, block_size=slot + more, slot_threshold=slot_threshold,
-        token_threshold=token_threshold,
+        token_threshold=token_threshold, planner=planner,
     )
     model = hashed(seed, loose=loose, end=end)
     run = decode(model, config, prompt=prompt)

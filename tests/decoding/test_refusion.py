@@ -124,7 +124,7 @@ def test_a_first_token_right_behind_the_text_is_judged_too() -> None:
     model = Text(TEXT, plan={4: (WRONG, 0.97)})
     run = refusion(model, max_tokens=8)
     assert run.passes[1].tokens == [1, 2, 3, 4, WRONG, 6, 7, 8]
-    assert [a.given for a in run.passes[1].asks] == [2, 3, 4, WRONG, 6, 7, 8, None]
+    assert [a.given for a in run.passes[1].asks] == [2, 3, 4, WRONG, 6, 7, 8]
     assert fed(run)[2] == [4, 5, 6, 7] and run.tokens == TEXT[:8] == left_to_right(model, 8)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refusion.decoding import DecodeConfig, algorithm
+from refusion.decoding.config import PLANNERS
 from refusion.errors import ConfigError
 from tests.decoding.fake import END, MASK, PROMPT, Run, decode
 from tests.decoding.scripts import Text, hashed, left_to_right
@@ -166,6 +167,7 @@ CONFIGS = st.builds(
     slot_threshold=st.sampled_from([0.0, 0.4, 0.7, 0.9, 1.0]), token_threshold=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
     temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.0]), top_p=st.sampled_from([0.5, 1.0]), seed=st.integers(0, 3),
     acceptance=st.sampled_from(["threshold", "greedy", "speculative"]),
+    planner=st.sampled_from(["confidence", *PLANNERS]),
     draft_threshold=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
     stale_factor=st.sampled_from([0.0, 0.5, 0.9, 1.0]), plan_size=st.sampled_from([1, 2, 5, 8, 32]),
     branch_size=st.sampled_from([0, 0, 1, 3, 6]), branch_threshold=st.sampled_from([0.0, 0.1, 0.6]),
@@ -176,7 +178,7 @@ MODELS = st.builds(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=300)
 @given(config=CONFIGS, model=MODELS, prompt=st.sampled_from([PROMPT, PROMPT, ()]), stop=st.sampled_from([0, 0, 1, 2]))
 def test_rules_hold_for_any_model(config: DecodeConfig, model: Any, prompt: tuple[int, ...], stop: int) -> None:
     """Most of what is asserted stands in fake.check: texts, cells, contexts, events, draws."""
@@ -196,7 +198,9 @@ def test_rules_hold_for_any_model(config: DecodeConfig, model: Any, prompt: tupl
 @given(config=CONFIGS, model=MODELS)
 def test_greedy_acceptance_in_order_is_left_to_right_exactly(config: DecodeConfig, model: Any) -> None:
     """Where no slot is finished early, every token is the verifier's own pick, whatever the masks say."""
-    changes = {"decoder": "refusion", "acceptance": "greedy", "slot_threshold": 1.0, "temperature": 0.0}
+    changes = {"decoder": "refusion", "acceptance": "greedy", "temperature": 0.0}
+    if config.planner != "left-to-right":
+        changes["slot_threshold"] = 1.0
     run = decode(model, DecodeConfig(**{**config.__dict__, **changes}))
     assert run.tokens == left_to_right(model, config.max_tokens)
 
@@ -210,6 +214,20 @@ def test_any_length(decoder: str, slot: int, block: int) -> None:
             Text([t % 40 for t in text]), decoder=decoder, max_tokens=length, slot_size=slot, block_size=block
         )
         assert run.tokens == [t % 40 for t in text], "exactly as long as asked"
+
+
+@every
+@pytest.mark.parametrize("length", [1, 6, 7, 9, 21])
+def test_nothing_is_fed_behind_the_answer(decoder: str, length: int) -> None:
+    """A prompt and an answer that fill the model's context ask for none of the positions behind it."""
+    model = hashed(length, end=0.0, loose=0.4)
+    run = decode(
+        model, decoder=decoder, max_tokens=length, slot_size=4, block_size=8, plan_size=64, branch_size=64,
+        branch_threshold=0.0, slot_threshold=0.3, draft_threshold=0.0,
+    )
+    # an answer's last token needs no cell of its own where tokens are fed one by one
+    furthest = max(max(one.positions) for one in run.passes)
+    assert furthest == (length - 2 if decoder == "autoregressive" else length - 1)
 
 
 @pytest.mark.parametrize("sure", [0.97, 0.2])

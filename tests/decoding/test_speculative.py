@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -31,15 +32,21 @@ def sharpened(p: dict[int, float], temperature: float) -> dict[int, float]:
     return {token: value / sum(powers.values()) for token, value in powers.items()}
 
 
-@pytest.mark.parametrize(("temperature", "branch_size"), [(1.0, 0), (0.6, 0), (1.0, 2)])
-def test_texts_follow_the_chain_rule(temperature: float, branch_size: int) -> None:
+WHOLE: dict[str, Any] = {"slot_size": LENGTH, "slot_threshold": 1.0}
+IN_ORDER: dict[str, Any] = {"slot_size": 1, "slot_threshold": 0.5, "planner": "left-to-right"}
+
+
+@pytest.mark.parametrize(("temperature", "branch_size", "settings"), [
+    (1.0, 0, WHOLE), (0.6, 0, WHOLE), (1.0, 2, WHOLE), (1.0, 0, IN_ORDER),
+])
+def test_texts_follow_the_chain_rule(temperature: float, branch_size: int, settings: dict[str, Any]) -> None:
     runs = 3000
     seen: Counter[tuple[int, ...]] = Counter()
     passes = 0
     for seed in range(runs):
         run = decode(
-            predict, acceptance="speculative", temperature=temperature, seed=seed, max_tokens=LENGTH, slot_size=LENGTH,
-            block_size=LENGTH, slot_threshold=1.0, branch_size=branch_size,
+            predict, acceptance="speculative", temperature=temperature, seed=seed, max_tokens=LENGTH,
+            block_size=LENGTH, branch_size=branch_size, **settings,
         )
         seen[tuple(run.tokens)] += 1
         passes += run.forwards

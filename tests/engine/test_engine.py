@@ -41,10 +41,10 @@ def outcome(done: Finished) -> tuple[list[int], int, str]:
     return done.answer.tokens, done.forwards, done.answer.finish_reason
 
 
-def alone(config: DecodeConfig, **engine: Any) -> list[tuple[list[int], int, str]]:
+def alone(config: DecodeConfig) -> list[tuple[list[int], int, str]]:
     found = []
     for prompt in PROMPTS:
-        one = Engine(network(), rows=1, **engine)
+        one = Engine(network(), rows=1)
         one.admit(start(prompt, config))
         found += [outcome(done) for done in one.run()]
     return found
@@ -78,22 +78,26 @@ def test_rows_join_and_leave_midway(decoder: str) -> None:
     assert [found[n] for n in range(8)] == alone(config)
 
 
-def test_a_row_that_outgrows_the_cache_makes_it_grow() -> None:
+def test_a_row_that_outgrows_its_cells_grows_alone() -> None:
     config = settings("refusion")
-    assert alone(config, capacity=2) == alone(config)
-    engine = Engine(network(), rows=2, capacity=3)
-    for prompt in (PROMPTS[7], PROMPTS[0]):
-        engine.admit(start(prompt, config))
-    found = sorted((done.ticket, outcome(done)) for done in engine.run())
-    assert [one for _, one in found] == [alone(config)[7], alone(config)[0]]
-    assert engine.cache.capacity > 3
+    engine = Engine(network(), rows=2)
+    engine.admit(start(PROMPTS[7], config), cells=2)
+    engine.admit(start(PROMPTS[0], config), cells=100)
+    seen = []
+    found = []
+    while engine.live_rows:
+        found += [(done.ticket, outcome(done)) for done in engine.step()]
+        seen.append((engine.cache.capacity(0), engine.cache.capacity(1)))
+    assert [one for _, one in sorted(found)] == [alone(config)[7], alone(config)[0]]
+    assert {second for _, second in seen} <= {0, 100} and max(first for first, _ in seen) > 10
 
 
-def test_cells_are_reserved_on_admission() -> None:
-    engine = Engine(network(), rows=1, capacity=2)
+def test_cells_are_reserved_on_admission_and_given_back() -> None:
+    engine = Engine(network(), rows=1)
     engine.admit(start(PROMPTS[7], settings("refusion")), cells=77)
+    assert engine.cache.cells == 77
     engine.run()
-    assert engine.cache.capacity == 77
+    assert engine.cache.cells == 0
 
 
 def test_cancelling_a_row_leaves_the_others_alone() -> None:
@@ -188,7 +192,7 @@ def test_an_algorithm_without_steps_or_asks() -> None:
 
 def readings(*scripts: Sequence[tuple[Step, Sequence[int]]]) -> list[list[Reading]]:
     """What each script reads when all run in one engine."""
-    engine, found = Engine(network(), rows=len(scripts), capacity=4), [[] for _ in scripts]  # type: ignore[var-annotated]
+    engine, found = Engine(network(), rows=len(scripts)), [[] for _ in scripts]  # type: ignore[var-annotated]
     for script, into in zip(scripts, found, strict=True):
         engine.admit(steps(script, into))
     engine.run()

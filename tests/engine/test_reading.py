@@ -11,8 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusion.decoding.contract import Ask, Step
+from refusion.decoding import DecodeConfig, algorithm
+from refusion.decoding.contract import Ask, Reading, Step
+from refusion.engine import Engine
 from refusion.engine.reading import Asked, draw, read, split_readings
+from tests.engine.tiny import END, MASK, tiny
 
 LOGITS = st.lists(st.floats(-8, 8, width=16), min_size=2, max_size=12)
 TEMPERATURES, NUCLEI = st.sampled_from([0.1, 0.7, 1.0, 2.5]), st.sampled_from([0.05, 0.5, 0.9, 1.0])
@@ -124,3 +127,66 @@ def test_big_token_ids_survive_the_one_table() -> None:
     [reading] = split_readings(read(logits, asked, torch.zeros(vocabulary, dtype=torch.bool)).tolist(),
                                [Step([1], [0], [Ask(0)])])
     assert reading.best == [vocabulary - 1]
+
+
+def certainty(logits: torch.Tensor, banned: torch.Tensor, names: list[str | None]) -> Reading:
+    """The reading of one step that asks for these measures, a cell each."""
+    step = Step(range(len(names)), range(len(names)), [Ask(n, certainty=name) for n, name in enumerate(names)])
+    [reading] = split_readings(read(logits, Asked.of([step], [0]), banned).tolist(), [step])
+    return reading
+
+
+@settings(max_examples=100)
+@given(st.lists(st.floats(-8, 8, width=16), min_size=3, max_size=12), st.integers(0, 2))
+def test_measures_of_certainty_equal_numpy(logits: list[float], ban: int) -> None:
+    banned = [False] * len(logits)
+    banned[-1] = ban > 0
+    reading = certainty(torch.tensor([logits, logits, logits]), torch.tensor(banned), ["margin", None, "entropy"])
+    scores = np.array(logits[: len(logits) - (ban > 0)], dtype=np.float64)
+    p = np.exp(scores - scores.max())
+    p /= p.sum()
+    second, best = np.sort(p)[-2:]
+    assert list(reading.certainty) == pytest.approx([best - second, 0.0, np.exp((p * np.log(p)).sum())], abs=1e-5)
+    assert 0 <= reading.certainty[0] <= 1 and 0 < reading.certainty[2] <= 1
+
+
+def test_measures_at_their_ends() -> None:
+    """A certain token gives 1, n equal ones 1/n and no margin; banned ones count for nothing."""
+    sure, even = [0.0, 200.0, 0.0, 0.0, 300.0], [1.0, 1.0, 1.0, 1.0, 300.0]
+    banned = torch.tensor([False, False, False, False, True])
+    reading = certainty(torch.tensor([sure, sure, even, even]), banned, ["margin", "entropy", "margin", "entropy"])
+    assert list(reading.certainty) == pytest.approx([1.0, 1.0, 0.0, 0.25])
+
+
+def test_who_asks_for_no_certainty_pays_for_none_and_reads_none() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0], [0.0, 1.0, 2.0]])
+    banned = torch.zeros(3, dtype=torch.bool)
+    plain = Step([5, 6], [0, 1], [Ask(1, given=2), Ask(0)])
+    curious = Step([7], [0], [Ask(0, certainty="margin")])
+    alone = read(logits[:2], Asked.of([plain], [0]), banned)
+    assert alone.shape == (5, 2), "no column that nobody asked for"
+    together = read(logits, Asked.of([plain, curious], [0, 2]), banned)
+    assert together.shape == (6, 3) and torch.equal(together[:5, :2], alone)
+    first, second = split_readings(together.tolist(), [plain, curious])
+    assert first == split_readings(alone.tolist(), [plain])[0] and first.certainty == ()
+    assert len(second.certainty) == 1 and second.certainty[0] > 0
+
+
+@pytest.mark.parametrize("decoder", ["refusion", "paper"])
+def test_planners_of_every_kind_share_a_batch(decoder: str) -> None:
+    """Each row writes what it writes alone, whatever its neighbours want to read."""
+    transformer = tiny(1, sharp=3.0)
+    prompts = [[3, 14, 15], [9], [26, 5, 35, 8], [3, 14, 15], [7, 7]]
+    configs = [
+        DecodeConfig(decoder, 14, 4, 8, slot_threshold=0.3, token_threshold=0.15, draft_threshold=0.1, planner=planner)
+        for planner in ("margin", "confidence", "entropy", "random", "left-to-right")
+    ]
+    starts = [algorithm(c, p, end_ids=[END], mask_id=MASK) for c, p in zip(configs, prompts, strict=True)]
+    engine = Engine(transformer, rows=5)
+    tickets = [engine.admit(start) for start in starts]
+    found = {done.ticket: (done.answer, done.forwards) for done in engine.run()}
+    for ticket, config, prompt in zip(tickets, configs, prompts, strict=True):
+        one = Engine(transformer, rows=1)
+        one.admit(algorithm(config, prompt, end_ids=[END], mask_id=MASK))
+        [alone] = one.run()
+        assert (alone.answer, alone.forwards) == found[ticket]
