@@ -106,13 +106,8 @@ def read_conversations(path: Path, form: RowFormat | None = None, bad: BadRows |
         DataError: the file can't be read, holds no usable row, or has a bad row under the policy `stop`.
     """
     form, bad = form or RowFormat(), bad or BadRows()
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
-    if not suffixes or suffixes[-1] not in (".json", ".jsonl", ".ndjson"):
-        raise DataError(f"{path} should end in .jsonl or .json, or in one of them and .gz")
-    data = _read_bytes(path)
-    raw = _json_rows(path, data) if suffixes[-1] == ".json" else _json_lines(path, data, bad)
     found: list[Conversation] = []
-    for line, row in raw:
+    for line, row in read_rows(path, bad):
         try:
             found.append(to_conversation(row, form, f"{path}:{line}"))
         except DataError as error:
@@ -121,6 +116,19 @@ def read_conversations(path: Path, form: RowFormat | None = None, bad: BadRows |
         skipped = f" ({bad.count} skipped, the first because {bad.reasons[0]})" if bad.reasons else ""
         raise DataError(f"{path} holds no usable row{skipped}")
     return found
+
+
+def read_rows(path: Path, bad: BadRows | None = None) -> Iterator[tuple[int, object]]:
+    """Line number and decoded row of each row of a file, in whatever shape; see read_conversations.
+
+    Raises:
+        DataError: as read_conversations, but for the rows' shape.
+    """
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
+    if not suffixes or suffixes[-1] not in (".json", ".jsonl", ".ndjson"):
+        raise DataError(f"{path} should end in .jsonl or .json, or in one of them and .gz")
+    data = _read_bytes(path)
+    return _json_rows(path, data) if suffixes[-1] == ".json" else _json_lines(path, data, bad or BadRows())
 
 
 def to_conversation(row: object, form: RowFormat, origin: str) -> Conversation:
