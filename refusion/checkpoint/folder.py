@@ -18,7 +18,7 @@ from refusion.checkpoint.names import Part, table
 from refusion.checkpoint.reasons import reason
 from refusion.checkpoint.tokenizer import Tokenizer
 from refusion.checkpoint.types import Checkpoint
-from refusion.checkpoint.weights import check_shape, empty_transformer, fill
+from refusion.checkpoint.weights import Adapt, check_shape, empty_transformer, fill
 from refusion.errors import CheckpointError
 from refusion.model.config import ModelConfig
 
@@ -28,30 +28,31 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _PREFIX = "model."
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder.
+def weight_files(folder: Path, single: str = SINGLE) -> list[Path]:
+    """The safetensors files of a folder; single: the name where there is only one.
 
     Raises:
         CheckpointError: there are none, or the index names one that is missing.
     """
-    if (folder / INDEX).exists():
-        names = read_object(folder / INDEX).get("weight_map")
+    index = folder / f"{single}.index.json"
+    if index.exists():
+        names = read_object(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
-            raise CheckpointError(f"{folder / INDEX}: has no weight_map; fetch the file again")
+            raise CheckpointError(f"{index}: has no weight_map; fetch the file again")
         shards = sorted(set(names.values()))
         for shard in shards:
             if Path(shard).name != shard:
-                raise CheckpointError(f"{folder / INDEX}: names a file elsewhere ({shard}); fetch the index again")
+                raise CheckpointError(f"{index}: names a file elsewhere ({shard}); fetch the index again")
             if not (folder / shard).exists():
                 raise CheckpointError(f"{folder / shard}: the index names this file but it is missing; fetch it again")
         return [folder / shard for shard in shards]
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
+    if (folder / single).exists():
+        return [folder / single]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise CheckpointError(
             f"{folder}: holds only pickled weights, which may run code when opened; convert them to safetensors"
         )
-    raise CheckpointError(f"{folder}: holds no {SINGLE}; fetch the model again")
+    raise CheckpointError(f"{folder}: holds no {single}; fetch the model again")
 
 
 class Weights:
@@ -61,10 +62,10 @@ class Weights:
         CheckpointError: a file is damaged, cut short, or two hold the same tensor.
     """
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, single: str = SINGLE) -> None:
         self.folder = folder
         self._files: dict[str, tuple[Path, Any]] = {}
-        self.paths = weight_files(folder)
+        self.paths = weight_files(folder, single)
         for path in self.paths:
             try:
                 handle = stack.enter_context(safe_open(str(path), framework="pt"))
@@ -92,7 +93,10 @@ class Weights:
 
     def read(self, part: Part) -> Tensor:
         """A tensor of a model whose `check` has passed."""
-        name = self.stored_name(part.huggingface)
+        return self.tensor(self.stored_name(part.huggingface))
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by its name in the files."""
         return self._files[name][1].get_tensor(name)
 
     def _check_part(self, part: Part) -> None:
@@ -137,7 +141,7 @@ def read_description(folder: Path, mask_token_id: int | None = None) -> tuple[Mo
     """
     if not (folder / "config.json").exists():
         if (folder / "adapter_config.json").exists():
-            raise CheckpointError(f"{folder}: is an adapter, not a model; merge it into its base first")
+            raise CheckpointError(f"{folder}: is an adapter, not a model; load its base with this as the adapter")
         raise CheckpointError(f"{folder}: holds no config.json; give the folder of a Hugging Face model")
     file = str(folder / "config.json")
     raw = read_object(folder / "config.json")
@@ -167,9 +171,10 @@ def _inside(index: int | None, config: ModelConfig) -> int | None:
 
 
 def load_folder(
-    folder: Path, *, dtype: torch.dtype, device: torch.device | str, mask_token_id: int | None = None
+    folder: Path, *, dtype: torch.dtype, device: torch.device | str, mask_token_id: int | None = None,
+    adapt: Adapt | None = None,
 ) -> Checkpoint:
-    """A checkpoint from a Hugging Face folder.
+    """A checkpoint from a Hugging Face folder; adapt: see refusion.checkpoint.weights.fill.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the model isn't supported.
@@ -179,7 +184,7 @@ def load_folder(
         weights = Weights(folder, stack)
         weights.check(config)
         transformer = empty_transformer(config, dtype, device)
-        fill(transformer, weights.read)
+        fill(transformer, weights.read, adapt)
     extra: dict[str, Any] = {"format": "huggingface"}
     if generation:
         extra["generation_config"] = generation

@@ -15,7 +15,7 @@ from refusion.checkpoint.hf_config import FAMILIES, MOST_LAYERS, check_family
 from refusion.checkpoint.names import Part, table
 from refusion.checkpoint.tokenizer import Tokenizer
 from refusion.checkpoint.types import Checkpoint
-from refusion.checkpoint.weights import check_shape, empty_transformer, fill
+from refusion.checkpoint.weights import Adapt, check_shape, empty_transformer, fill
 from refusion.errors import CheckpointError
 from refusion.model.config import ModelConfig, RopeScaling
 
@@ -153,9 +153,10 @@ def check_tensors(file: GgufFile, config: ModelConfig) -> None:
 
 
 def load_gguf(
-    path: Path, *, dtype: torch.dtype, device: torch.device | str, mask_token_id: int | None = None
+    path: Path, *, dtype: torch.dtype, device: torch.device | str, mask_token_id: int | None = None,
+    adapt: Adapt | None = None,
 ) -> Checkpoint:
-    """A checkpoint from a GGUF file, its weights dequantised to `dtype`.
+    """A checkpoint from a GGUF file, its weights dequantised to `dtype`; adapt: see refusion.checkpoint.weights.fill.
 
     Raises:
         CheckpointError: the file is damaged or of a kind that isn't supported.
@@ -166,7 +167,7 @@ def load_gguf(
     check_family(config, str(path))
     check_tensors(file, config)
     transformer = empty_transformer(config, dtype, device)
-    fill(transformer, lambda part: _read_part(file, part, permuted=config.family == "llama"))
+    fill(transformer, lambda part: _read_part(file, part, permuted=config.family == "llama"), adapt)
     return Checkpoint(transformer, tokenizer, str(path), {"format": "gguf"})
 
 

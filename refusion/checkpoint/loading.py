@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from refusion.checkpoint import hub
-from refusion.checkpoint.default import default_model
+from refusion.checkpoint.adapter import Application, read_adapter
+from refusion.checkpoint.default import default_adapter, default_model
 from refusion.checkpoint.folder import load_folder
 from refusion.checkpoint.gguf import load_gguf
 from refusion.checkpoint.saving import save
@@ -42,6 +43,13 @@ def resolve(source: str | Path, revision: str | None = None, *, weights: bool = 
     )
 
 
+def chosen_adapter(source: str | Path, adapter: str | Path | None) -> str | Path | None:
+    """The adapter that `load` applies to a source: the one asked for, else the default model's own."""
+    if adapter is None:
+        return default_adapter() if str(source) == "default" else None
+    return None if str(adapter) == "none" else adapter
+
+
 def load(
     source: str | Path,
     *,
@@ -49,6 +57,7 @@ def load(
     device: torch.device | str = "cpu",
     revision: str | None = None,
     mask_token_id: int | None = None,
+    adapter: str | Path | None = None,
 ) -> Checkpoint:
     """A network and its tokenizer.
 
@@ -56,13 +65,22 @@ def load(
     dtype: of the weights in memory, whatever the file keeps.
     revision: branch, tag or commit of a hub id.
     mask_token_id: the mask token, for models whose files don't name it.
+    adapter: a folder or hub id of a peft LoRA adapter to add to the weights; "none" keeps the
+        default model's own off, which is added otherwise.
 
     Raises:
         CheckpointError: missing, damaged or not supported; one sentence that says the mend.
     """
     path = resolve(source, revision)
     read = load_gguf if path.is_file() else load_folder
-    checkpoint = read(path, dtype=dtype, device=device, mask_token_id=mask_token_id)
+    chosen = chosen_adapter(source, adapter)
+    added = None if chosen is None else Application(read_adapter(chosen), str(source))
+    checkpoint = read(
+        path, dtype=dtype, device=device, mask_token_id=mask_token_id, adapt=added.adapt if added else None
+    )
+    if added:
+        added.finish(checkpoint, dtype)
+        checkpoint.extra["adapter"] = str(adapter or "default")
     checkpoint.source = str(source)
     return checkpoint
 

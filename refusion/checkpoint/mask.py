@@ -40,7 +40,7 @@ def add_mask_token(checkpoint: Checkpoint) -> Checkpoint:
     if transformer.head is not None:
         transformer.head.weight = _grown(transformer.head.weight, config.vocab_size, real)
         transformer.head.out_features = config.vocab_size
-    _set_config(transformer, config)
+    set_config(transformer, config)
     return checkpoint
 
 
@@ -61,7 +61,8 @@ def _grown(weight: torch.Tensor, rows: int, real: int) -> nn.Parameter:
     return nn.Parameter(grown, requires_grad=weight.requires_grad)
 
 
-def _set_config(transformer: nn.Module, config: ModelConfig) -> None:
+def set_config(transformer: nn.Module, config: ModelConfig) -> None:
+    """Gives a network whose parameters were replaced the config that describes them."""
     transformer.config = config  # type: ignore[assignment]
     for module in transformer.modules():
         if isinstance(module, Attention):

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 from refusion.checkpoint.folder import INDEX, SINGLE
 from refusion.checkpoint.hf_config import write_config
 from refusion.checkpoint.hf_tokenizer import tokenizer_files
-from refusion.checkpoint.names import table
 from refusion.checkpoint.types import Checkpoint
+from refusion.checkpoint.weights import named_parts
 from refusion.errors import CheckpointError
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -31,24 +31,39 @@ _OURS = ("*.safetensors", "*.index.json", "config.json", "generation_config.json
 def save(checkpoint: Checkpoint, folder: str | Path, *, dtype: torch.dtype | None = None) -> Path:
     """Writes a checkpoint as a folder that transformers reads; returns the folder.
 
-    Everything is written beside the folder and renamed, so an interrupt or a full disk leaves
-    the old version. dtype: of the weights in the files; None for that in memory.
+    An interrupt or a full disk leaves the old version. dtype: of the weights in the files; None
+    for that in memory.
 
     Raises:
         CheckpointError: the folder is something else, or can't be written.
     """
     target = Path(folder).expanduser().resolve()
+    if checkpoint.transformer.int8_head is not None:
+        raise CheckpointError(f"{target}: a model in int8 can't be written; load it in a floating type")
+    with replacing(target, "config.json", "a model") as partial:
+        _write(checkpoint, partial, dtype or checkpoint.transformer.dtype)
+    return target
+
+
+@contextmanager
+def replacing(target: Path, marker: str, thing: str) -> Iterator[Path]:
+    """A folder beside `target` to write to, which takes its place when the block has ended without an error.
+
+    marker: a file that an old version of the thing has; a folder with other things in it is left alone.
+
+    Raises:
+        CheckpointError: the target is something else, or can't be written.
+    """
     if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target}: is a file; give a folder to write the model to")
-    if target.exists() and any(target.iterdir()) and not (target / "config.json").exists():
-        raise CheckpointError(f"{target}: holds other things than a model; give a new or empty folder")
-    kind = dtype or checkpoint.transformer.dtype
+        raise CheckpointError(f"{target}: is a file; give a folder to write {thing} to")
+    if target.exists() and any(target.iterdir()) and not (target / marker).exists():
+        raise CheckpointError(f"{target}: holds other things than {thing}; give a new or empty folder")
     partial = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
         partial.chmod(0o777 & ~_umask())
-        _write(checkpoint, partial, kind)
+        yield partial
         _exchange(partial, target)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -59,7 +74,6 @@ def save(checkpoint: Checkpoint, folder: str | Path, *, dtype: torch.dtype | Non
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
-    return target
 
 
 def _umask() -> int:
@@ -109,12 +123,7 @@ def _write(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> None:
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """Name and weights of each tensor as Hugging Face splits them; views, not yet converted."""
-    parameters = dict(checkpoint.transformer.named_parameters())
-    for name, parts in table(checkpoint.config).items():
-        start = 0
-        for part in parts:
-            yield part.huggingface, parameters[name].detach()[start : start + part.shape[0]]
-            start += part.shape[0]
+    return ((part.huggingface, view) for _, part, view in named_parts(checkpoint.transformer))
 
 
 def _shards(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
@@ -131,6 +140,12 @@ def _shards(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
     return shards
 
 
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes a safetensors file that others may read as far as the umask lets them."""
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    file.chmod(0o666 & ~_umask())
+
+
 def _write_weights(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> None:
     shards = _shards(checkpoint, dtype)
     views = dict(_tensors(checkpoint))
@@ -139,8 +154,7 @@ def _write_weights(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> 
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         # a copy of one shard at a time: safetensors refuses views of a shared storage
         tensors = {name: views[name].to("cpu", dtype, copy=True).contiguous() for name in names}
-        save_file(tensors, str(folder / file), metadata={"format": "pt"})
-        (folder / file).chmod(0o666 & ~_umask())
+        write_tensors(folder / file, tensors)
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
         total = sum(view.numel() for view in views.values()) * dtype.itemsize

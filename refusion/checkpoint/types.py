@@ -14,8 +14,8 @@ from refusion.model.transformer import Transformer
 class Checkpoint:
     """A network, its tokenizer and where they came from.
 
-    extra: facts of the source that neither part holds; "format" ("huggingface" or "gguf") and,
-    where the source had one, "generation_config" as it was read.
+    extra: facts of the source that neither part holds; "format" ("huggingface" or "gguf"),
+    where the source had one, "generation_config" as it was read, and where one was added, "adapter", its name.
     """
 
     transformer: Transformer

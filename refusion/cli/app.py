@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from refusion import __version__
-from refusion.cli import bench, convert, generate, info, train
+from refusion.cli import bench, convert, extract, generate, info, merge, train
 from refusion.errors import ConfigError, RefusionError
 
 INTERRUPTED = 130
@@ -71,4 +71,6 @@ app.command("generate")(generate.generate)
 app.command("train")(train.train)
 app.command("info")(info.info)
 app.command("convert")(convert.convert)
+app.command("merge")(merge.merge)
+app.command("extract")(extract.extract)
 app.command("bench")(bench.bench)

@@ -20,6 +20,7 @@ def convert(
         bool, typer.Option("--add-mask", help="Add the mask token that ReFusion needs, where there is none.")
     ] = False,
     mask_token_id: options.MaskTokenId = None,
+    adapter: options.Adapter = None,
 ) -> None:
     """Write a model as a Hugging Face folder."""
     if dtype not in DTYPES:
@@ -30,7 +31,7 @@ def convert(
     from refusion import checkpoint
 
     kind = getattr(torch, dtype)
-    loaded = checkpoint.load(source, dtype=kind, mask_token_id=mask_token_id)
+    loaded = checkpoint.load(source, dtype=kind, mask_token_id=mask_token_id, adapter=adapter)
     if add_mask:
         checkpoint.add_mask_token(loaded)
     written = checkpoint.save(loaded, folder)

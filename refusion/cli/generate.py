@@ -24,6 +24,7 @@ def generate(
         str | None, typer.Argument(metavar="PROMPT", help="The user's text; - or nothing reads it from a pipe.")
     ] = None,
     model: options.Model = "default",
+    adapter: options.Adapter = None,
     decoder: Annotated[
         str | None,
         typer.Option("--decoder", "-d", help=f"{', '.join(DECODERS)}; by default what the model is trained for."),
@@ -37,6 +38,8 @@ def generate(
     batch_size: options.BatchSize = 8,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    compile: options.Compile = False,
+    max_cells: options.MaxCells = None,
     mask_token_id: options.MaskTokenId = None,
     max_tokens: options.MaxTokens = DecodeConfig.max_tokens,
     slot_size: options.SlotSize = DecodeConfig.slot_size,
@@ -47,6 +50,8 @@ def generate(
     top_p: options.TopP = DecodeConfig.top_p,
     seed: options.Seed = DecodeConfig.seed,
     stop: options.Stop = None,
+    planner: options.Planner = DecodeConfig.planner,
+    without: options.Without = None,
     acceptance: options.Acceptance = DecodeConfig.acceptance,
     draft_threshold: options.DraftThreshold = DecodeConfig.draft_threshold,
     stale_factor: options.StaleFactor = DecodeConfig.stale_factor,
@@ -62,11 +67,14 @@ def generate(
     from refusion.generation import generate as run
     from refusion.generation import load
 
-    loaded = load(model, device=device, dtype=dtype, mask_token_id=mask_token_id)
+    loaded = load(
+        model, device=device, dtype=dtype, mask_token_id=mask_token_id, compile=compile, adapter=adapter
+    )
     config = replace(config, decoder=choose_decoder(decoder, loaded.config.mask_token_id, model))
     printer = _Printer(as_json)
     found = run(
-        loaded, prompts, config, batch_size=batch_size, chat=not raw, system=system, on_finish=printer.finished
+        loaded, prompts, config, batch_size=batch_size, max_cells=max_cells, chat=not raw, system=system,
+        on_finish=printer.finished,
     )
     for index, generation in enumerate(found):
         printer.finished(index, generation)

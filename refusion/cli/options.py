@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from refusion.decoding.config import ACCEPTANCES, DecodeConfig
+from refusion.decoding.config import ACCEPTANCES, IMPROVEMENTS, PLANNERS, DecodeConfig
 from refusion.errors import ConfigError
 
 _DECODING = "Decoding"
@@ -17,8 +17,16 @@ _OURS = "Decoding, decoder refusion only"
 Model = Annotated[
     str, typer.Option("--model", "-m", help="'default', a Hugging Face folder or hub id, or a .gguf file.")
 ]
+Adapter = Annotated[
+    str | None,
+    typer.Option("--adapter", help="A folder of a LoRA adapter (peft) to add; none keeps the default model's own off."),
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="Of the weights: auto, float32, bfloat16 or float16.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="Of the weights: auto, float32, bfloat16, float16; int8 on CPUs.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Fuse small operations by torch.compile; a slow start.")]
+MaxCells = Annotated[
+    int | None, typer.Option("--max-cells", min=1, help="Tokens that the cache may hold, all sequences together.")
+]
 MaskTokenId = Annotated[
     int | None, typer.Option("--mask-token-id", help="For a model whose files don't name its mask token.")
 ]
@@ -50,6 +58,13 @@ Stop = Annotated[
     list[str] | None,
     typer.Option("--stop", help="Text that ends the answer; repeatable.", rich_help_panel=_DECODING),
 ]
+Planner = Annotated[
+    str, typer.Option("--planner", help=f"What makes a slot certain: {', '.join(PLANNERS)}.", rich_help_panel=_DECODING)
+]
+Without = Annotated[
+    list[str] | None,
+    typer.Option("--without", help=f"Switch off one of {', '.join(IMPROVEMENTS)}; repeatable.", rich_help_panel=_OURS),
+]
 Acceptance = Annotated[
     str, typer.Option("--acceptance", help=f"When a draft stays: {', '.join(ACCEPTANCES)}.", rich_help_panel=_OURS)
 ]
@@ -78,6 +93,10 @@ def decode_config(given: Mapping[str, Any]) -> DecodeConfig:
         ConfigError: as DecodeConfig.
     """
     values = {field.name: given[field.name] for field in fields(DecodeConfig) if given.get(field.name) is not None}
+    for name in given.get("without") or ():
+        if name not in IMPROVEMENTS:
+            raise ConfigError(f"--without knows no '{name}'; choose one of {', '.join(IMPROVEMENTS)}")
+        values |= IMPROVEMENTS[name]
     return DecodeConfig(**{**values, "stop": tuple(given.get("stop") or ())})
 
 

@@ -54,6 +54,6 @@ def cells_needed(config: DecodeConfig, prompt_tokens: int) -> int:
     if widest is None:
         # the chances of being the first rejected add up to 1 at most, and a branch needs branch_threshold of it
         fed = 2 * config.block_size
-        branches = min(fed, int(1 / config.branch_threshold)) if config.branch_threshold else fed
-        widest = fed + config.plan_size + config.branch_size * branches
+        branches = int(min(fed, 1 / max(config.branch_threshold, 1e-9)))
+        widest = fed + min(config.plan_size, fed) + config.branch_size * branches
     return prompt_tokens + config.max_tokens + widest

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from refusion.errors import ConfigError
 
 DECODERS = ("refusion", "paper", "autoregressive")
 ACCEPTANCES = ("threshold", "greedy", "speculative")
 PLANNERS = ("confidence", "margin", "entropy", "left-to-right", "random")
+IMPROVEMENTS: dict[str, dict[str, Any]] = {
+    "fused-pass": {"fused_pass": False},
+    "bonus-token": {"bonus_token": False},
+    "prompt-plan": {"prompt_plan": False},
+    "stale-drafts": {"stale_factor": 0.0},
+    "branches": {"branch_size": 0},
+    "draft-threshold": {"draft_threshold": 0.0},
+    "bounded-plan": {"plan_size": 1_000_000},
+}
+"""What the default decoder adds to the published one, and the settings that switch it off."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,12 @@ class DecodeConfig:
         the drafts from there without a gap, each of the latter if its highest probability exceeds
         slot_threshold.
 
-    For the decoder `refusion` only:
+    For the decoder `refusion` only; each improvement on the published algorithm can be switched off:
+    fused_pass: a pass that verifies drafts also plans; otherwise every plan is a pass of its own.
+    bonus_token: the verifier's own token behind an accepted prefix is kept. Without it a rejected
+        draft leaves nothing, and a slot goes on with the next plan's first token unjudged, so the
+        other acceptances than "threshold" need it.
+    prompt_plan: the prompt's pass carries the first masks.
     acceptance: "threshold" keeps a draft token whose probability given all before it exceeds
         token_threshold (or that is the likeliest one); "greedy" keeps only the likeliest one;
         "speculative" keeps it where a draw from the verifier gives it, and the draw otherwise, so
@@ -62,6 +78,9 @@ class DecodeConfig:
     seed: int = 0
     stop: tuple[str, ...] = ()
     planner: str = "confidence"
+    fused_pass: bool = True
+    bonus_token: bool = True
+    prompt_plan: bool = True
     acceptance: str = "threshold"
     draft_threshold: float = 0.2
     stale_factor: float = 0.5
@@ -76,6 +95,8 @@ class DecodeConfig:
             raise ConfigError(f"unknown planner '{self.planner}'; choose one of {', '.join(PLANNERS)}")
         if self.acceptance not in ACCEPTANCES:
             raise ConfigError(f"unknown acceptance '{self.acceptance}'; choose one of {', '.join(ACCEPTANCES)}")
+        if not self.bonus_token and self.acceptance != "threshold":
+            raise ConfigError(f"acceptance '{self.acceptance}' needs bonus_token; choose 'threshold' or leave it on")
         for name in ("max_tokens", "slot_size", "block_size", "plan_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

@@ -51,8 +51,8 @@ class _Decoder:
         while not self.board.complete:
             active = self._active()
             pieces = self._pieces(active)
-            masks = self._masks(active, pieces)
-            yield from self._pass(pieces, masks, self._branches(active, pieces), first)
+            masks, branches = self._plan(active, pieces, first)
+            yield from self._pass(pieces, masks, branches, first)
             first = False
 
     # what to feed
@@ -85,10 +85,12 @@ class _Decoder:
             follows = slot.known == 0 and bool(pieces) and pieces[-1].stop == slot.positions.start
             if slot is leftmost:
                 # where no cell can judge its first token, a stale plan doesn't vouch for it either
-                chosen = slot.known > 0 or follows or not slot.stale
+                chosen = bool(waiting) or follows or not slot.stale
+            elif slot.known > 0:
+                chosen = bool(waiting) or not slot.stale
             else:
                 certain = self.block_of[slot.index] == block and slot.certainty > self.config.slot_threshold
-                chosen = slot.known > 0 or (certain and (follows or not self.planner.in_order))
+                chosen = certain and (follows or not self.planner.in_order)
             drafts = self._confident(slot) if chosen and not blocked else []
             # a leftmost slot without a draft gets a plan that no rejected token can spoil
             blocked = blocked or (slot is leftmost and not waiting and not drafts)
@@ -104,13 +106,22 @@ class _Decoder:
         """A slot's draft up to its end, its first end token or its first token below draft_threshold."""
         found: list[tuple[int, float]] = []
         for token, probability in slot.drafts[: max(self._room(slot), 0)]:
-            unjudged = not found and slot.known == 0
+            unjudged = not found and slot.cached == slot.known
             if probability < self.config.draft_threshold and not unjudged:
                 break
             found.append((token, probability))
             if self.board.is_end(token):
                 break
         return found
+
+    def _plan(
+        self, active: list[Slot], pieces: list[Piece], first: bool
+    ) -> tuple[list[tuple[Slot, int]], list[Branch]]:
+        """Masks and branches to feed beside the pieces, where the settings let one pass do both."""
+        verifies = any(len(piece.tokens) > piece.fixed for piece in pieces)
+        if (first and not self.config.prompt_plan) or (verifies and not self.config.fused_pass):
+            return [], []
+        return self._masks(active, pieces), self._branches(active, pieces)
 
     def _masks(self, active: list[Slot], pieces: list[Piece]) -> list[tuple[Slot, int]]:
         """Open positions that this pass doesn't verify, by position: the next block's as far as plan_size allows."""
@@ -170,7 +181,7 @@ class _Decoder:
         assert reading is not None
         seen = by_cell(asks, reading)
 
-        if lead:
+        if lead and self.config.bonus_token:
             yield from self._go_on(0, seen, lead - 1)
         accepted = lead + (yield from self._judge_all(pieces, seen))
         self.row.commit(range(accepted))
@@ -195,15 +206,16 @@ class _Decoder:
         self, pieces: list[Piece], masks: list[tuple[Slot, int]], branches: list[Branch], lead: int, fed: int
     ) -> list[Ask]:
         """Every cell whose reading may be used, in the cells' order."""
-        ends = self._ends(pieces)
-        asks = [self.draws.ask(lead - 1)] if lead else []
+        ends, bonus = self._ends(pieces), self.config.bonus_token
+        asks = [self.draws.ask(lead - 1)] if lead and bonus else []
         for piece, used in zip(pieces, ends, strict=True):
             asks += self._piece_asks(piece, used)
-        judging = {ask.cell for ask in asks}
-        asks += self._mask_asks(masks, fed, self._sure(pieces, ends) if lead == 0 else [0])
+        judging = {ask.cell for ask in asks} if bonus else set()
+        free = ([0] if lead else self._sure(pieces, ends)) if bonus else []
+        asks += self._mask_asks(masks, fed, free)
         for branch in branches:
             # what was rejected is replaced by the verifier's own token; what can't be rejected needs no plan
-            known = [branch.masks[0][1]] if branch.cell in judging else [at for _, at in branch.masks]
+            known = [branch.masks[0][1]] if branch.cell in judging else [at for _, at in branch.masks] if bonus else []
             asks += self._mask_asks(branch.masks, branch.begin, known)
         return asks
 
@@ -213,6 +225,7 @@ class _Decoder:
         It judges the draft that begins the next slot, where the text goes on from the left, or it
         gives a free token there or inside the slot. Nothing follows an end token.
         """
+        bonus = self.config.bonus_token
         held: set[int] = set()
         reach = self.board.contiguous
         ends: list[bool] = []
@@ -221,8 +234,9 @@ class _Decoder:
             while reach in held or reach in self.board:
                 reach += 1
             open_ended = piece.stop < piece.slot.positions.stop or piece.stop == reach
-            ends.append(open_ended and piece.stop < self.board.length and not self.board.is_end(piece.tokens[-1]))
-            if ends[-1]:
+            wanted = open_ended and (bonus or piece.then is not None)
+            ends.append(wanted and piece.stop < self.board.length and not self.board.is_end(piece.tokens[-1]))
+            if ends[-1] and bonus:
                 held.add(piece.stop)
         return ends
 
@@ -268,7 +282,7 @@ class _Decoder:
                 continue
             count, whole = yield from self._judge(piece, seen)
             accepted += count
-            if whole and piece.then is None:
+            if whole and piece.then is None and self.config.bonus_token:
                 yield from self._go_on(piece.slot.next_position, seen, accepted - 1)
         return accepted
 
@@ -289,7 +303,10 @@ class _Decoder:
                     yield Event("rejected", range(slot.next_position, slot.next_position + len(slot.drafts)),
                                 [t for t, _ in slot.drafts], [p for _, p in slot.drafts], slot.index)
                     self._discount(slot)
-                    yield from self._decide(slot, judge.sample, judge.sample_probability)
+                    if self.config.bonus_token:
+                        yield from self._decide(slot, judge.sample, judge.sample_probability)
+                    else:
+                        slot.drafts = []  # without a correction in its first place the rest follows on nothing
                     return n, False
             slot.cached += 1
             yield from self._decide(slot, token, probability)
@@ -343,9 +360,13 @@ class _Decoder:
         for index, entries in by_slot.items():
             slot, (first, cell) = self.slots[index], entries[0]
             if first == slot.next_position == slot.positions.start:
-                slot.certainty, slot.stale = self.planner.certainty(index, seen[cell]) * factor, not whole
+                slot.certainty = self.planner.certainty(index, seen[cell]) * factor
+            if first == slot.next_position:
+                slot.stale = not whole
             # what was masked is drafted anew, behind what was fed and is stale now
             slot.drafts = slot.drafts[: max(first - slot.next_position, 0)]
+            if len(slot.drafts) < first - slot.next_position:
+                continue  # what lies between was dropped
             fresh = [seen[cell] for position, cell in entries if position >= slot.next_position]
             if fresh and factor:
                 slot.drafts += [

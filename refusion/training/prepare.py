@@ -36,7 +36,9 @@ def prepare(recipe: Recipe, source: str) -> Prepared:
     Raises:
         RefusionError: the model, a file or a setting can't be used.
     """
-    checkpoint = load(source, dtype=getattr(torch, recipe.model.dtype), device=_device())
+    # a resume goes on from weights that the adapter is already part of
+    adapter = recipe.model.adapter if source == recipe.model.source else "none"
+    checkpoint = load(source, dtype=getattr(torch, recipe.model.dtype), device=_device(), adapter=adapter)
     add_mask_token(checkpoint)
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     if not tokenizer.eos_ids or config.mask_token_id is None:

@@ -30,13 +30,16 @@ class ModelSection:
     """The model that training starts from.
 
     source: `default`, a folder, a GGUF file or a hub id. dtype: of the weights while training, float32 or bfloat16.
+    adapter: a LoRA adapter to begin with, a folder or hub id; `none` begins with the plain source, `default` too.
     """
 
     source: str = "default"
     dtype: str = "float32"
+    adapter: str = "none"
 
     def __post_init__(self) -> None:
         _need(bool(self.source), "source is empty, it should name a model")
+        _need(bool(self.adapter), "adapter is empty, it should name a folder or be 'none'")
         _one_of("dtype", self.dtype, ("float32", "bfloat16"))
 
 

@@ -21,7 +21,8 @@ def test_text_on_stdout_and_figures_on_stderr(api, call):
     assert result.exit_code == 0
     assert result.stdout == "answer 0: 2 + 2?\n"
     assert result.stderr == "6 tokens, 3 forwards, TPF 2.00, TPS 12.0, 0.50 s, finish: stop\n"
-    assert api.loads == [{"source": "default", "device": "auto", "dtype": "auto", "mask_token_id": None}]
+    assert api.loads == [{"source": "default", "device": "auto", "dtype": "auto", "mask_token_id": None,
+                          "compile": False, "adapter": None}]
     run = api.run
     assert run["prompts"] == ["2 + 2?"] and run["config"] == DecodeConfig()
     assert run["batch_size"] == 8 and run["chat"] is True and run["system"] is None
@@ -42,16 +43,17 @@ def test_options_reach_the_settings(api, call):
         "--block-size", 16, "--slot-threshold", 0.7, "--token-threshold", 0.2, "--temperature", 0.6, "--top-p", 0.9,
         "--seed", 5, "--stop", "\n\n", "--stop", "END", "--system", "Be brief.", "--batch-size", 3, "--device", "cpu",
         "--dtype", "float32", "--mask-token-id", 9, "--acceptance", "greedy", "--draft-threshold", 0.5,
-        "--stale-factor", 0, "--plan-size", 12, "hello",
+        "--stale-factor", 0, "--plan-size", 12, "--compile", "--adapter", "some/adapter", "--max-cells", 900, "hello",
     )
     assert result.exit_code == 0, result.output
-    assert api.loads == [{"source": "some/folder", "device": "cpu", "dtype": "float32", "mask_token_id": 9}]
+    assert api.loads == [{"source": "some/folder", "device": "cpu", "dtype": "float32", "mask_token_id": 9,
+                          "compile": True, "adapter": "some/adapter"}]
     assert api.run["config"] == DecodeConfig(
         decoder="paper", max_tokens=40, slot_size=4, block_size=16, slot_threshold=0.7, token_threshold=0.2,
         temperature=0.6, top_p=0.9, seed=5, stop=("\n\n", "END"), acceptance="greedy", draft_threshold=0.5,
         stale_factor=0.0, plan_size=12,
     )
-    assert api.run["system"] == "Be brief." and api.run["batch_size"] == 3
+    assert api.run["system"] == "Be brief." and api.run["batch_size"] == 3 and api.run["max_cells"] == 900
 
 
 def test_raw_leaves_the_template_out(api, call, failing):
@@ -217,3 +219,11 @@ def test_main_runs_the_app(api, monkeypatch, capsys):
     assert left.value.code == 0
     assert capsys.readouterr().out == "answer 0: hello\n"
     assert app.registered_commands and Path(sys.modules["refusion.cli"].__file__ or "").is_file()
+
+
+def test_improvements_are_switched_off_by_name(api, call):
+    assert call("generate", "--without", "fused-pass", "--without", "branches", "hello").exit_code == 0
+    config = api.run["config"]
+    assert (config.fused_pass, config.branch_size, config.bonus_token) == (False, 0, True)
+    result = call("generate", "--without", "luck", "hello")
+    assert result.exit_code == 2 and "--without knows no 'luck'; choose one of fused-pass" in result.output

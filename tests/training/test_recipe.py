@@ -98,6 +98,7 @@ WRONG = [
     ("run.log_every", 0, "run.log_every is 0, it should be 1 or more"),
     ("run.checkpoint_every_minutes", 0, "run.checkpoint_every_minutes is 0.0, it should be above 0"),
     ("model.source", "", "model.source is empty"),
+    ("model.adapter", "", "model.adapter is empty"),
     ("model.dtype", "int8", "model.dtype is 'int8'"),
     ("noise.slot_sizes", [], "noise.slot_sizes is empty"),
     ("noise.slot_sizes", [4, 0], "noise.slot_sizes holds 0, every size should be 1 or more"),
