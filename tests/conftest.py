@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,17 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # examples don't change from run to run in CI, so that a red run is the change's own
 settings.register_profile("refusion", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("refusion")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny products are slower on two threads, and on one their sums have one order."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tiny_tokenizer() -> Any:

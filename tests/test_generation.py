@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,12 +29,7 @@ SETTINGS: dict[str, Any] = {
 PROMPTS = ["w4 w5", "w6", "w7 w8 w9 w10 w11", "w12 w13 w14", "w20", "w30 w31", "w40 w41 w42 w43 w44 w45", "w50 w51"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(

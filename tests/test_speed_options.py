@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,13 +17,7 @@ from refusion.model.int8 import Int8Linear
 from tests.engine.tiny import END, MASK, tiny
 from tests.test_generation import PROMPTS, config, make
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_an_int8_model_loads_answers_and_is_never_written(tmp_path: Path) -> None:
