@@ -6,7 +6,7 @@ B rows of a micro-batch, T tokens, padding on the right (harmless under causal a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,7 +41,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """tokens, positions, ar_labels, mdm_labels, depth: int64 [B, T]; mdm_weights, mdm_shares: float32 [B, T]."""
+    """tokens, positions, ar_labels, mdm_labels, depth: int64 [B, T]; mdm_weights, mdm_shares: float32 [B, T].
+
+    mask: boolean [B, 1, T, T], what each cell sees; None where that is every cell before it.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -50,9 +53,11 @@ class MicroBatch:
     mdm_weights: Tensor
     mdm_shares: Tensor
     depth: Tensor
+    mask: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        parts = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
 
 
 def micro_batches(examples: Sequence[Noised], micro_tokens: int) -> list[MicroBatch]:
@@ -88,4 +93,19 @@ def _pad(group: Sequence[Noised]) -> MicroBatch:
         mdm_weights=stack("mdm_weights", 0.0),
         mdm_shares=stack("mdm_shares", 0.0),
         depth=stack("depth", 0),
+        mask=_visible(group, width),
     )
+
+
+def _visible(group: Sequence[Noised], width: int) -> Tensor | None:
+    """See Noised.branch; None where no example has branches. Padding sees what is before it, which does no harm."""
+    if all(e.branch is None for e in group):
+        return None
+    branch = torch.full((len(group), width), -1)
+    for row, e in zip(branch, group, strict=True):
+        if e.branch is not None:
+            row[: len(e.branch)] = torch.from_numpy(e.branch)
+    seen, sees = branch[:, None, :], branch[:, :, None]
+    before = torch.arange(width) < sees  # the prefix that a branch stands behind
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    return (causal & ((sees == seen) | before)).unsqueeze(1)

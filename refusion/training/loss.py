@@ -108,14 +108,14 @@ def hybrid_loss(
 ) -> HybridLoss:
     """One micro-batch's share of the step's loss.
 
-    forward: callable(tokens, positions) -> hidden states [B, T, E]; the transformer itself, or
+    forward: callable(tokens, positions, mask) -> hidden states [B, T, E]; the transformer itself, or
         its compiled or distributed form.
     mdm_normalizer: "ratio" weights each masked token 1/(t L) and averages over examples (the
         published code); "mean" averages over masked tokens (the published paper). Both count
         tokens past the end by their weight.
     A step without labels of one kind gives exactly 0 for it, with finite gradients.
     """
-    hidden = forward(batch.tokens, batch.positions)
+    hidden = forward(batch.tokens, batch.positions, batch.mask)
     is_ar, is_mdm = batch.ar_labels != NO_LABEL, batch.mdm_labels != NO_LABEL
     scale = torch.zeros_like(batch.mdm_weights)
     scale[is_ar] = 1.0 / max(counts.ar_labels, 1)

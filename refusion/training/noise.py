@@ -1,7 +1,7 @@
 """Masking and shuffling of slots: one noised sequence out of one prompt and answer.
 
 Noise is data: it depends on (seed, epoch, example) only, never on batch or device.
-Source: arXiv 2512.13586 section 3.3; past-the-end slots are ours.
+Source: arXiv 2512.13586 section 3.3; past-the-end slots and branches are ours.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ class NoiseSettings(Protocol):
     def past_end_weight(self) -> float: ...
     @property
     def fill_last_slot(self) -> bool: ...
+    @property
+    def branch_share(self) -> float: ...
+    @property
+    def branch_masks(self) -> float: ...
+    @property
+    def branch_sizes(self) -> Sequence[int]: ...
+    @property
+    def branch_decay(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -50,9 +58,12 @@ class Noised:
     mdm_labels: int64 [T], the token at a mask's own position, NO_LABEL elsewhere.
     mdm_weights: float32 [T], 1 / (t L) at masked tokens (times the past-the-end weight), 0 elsewhere.
     mdm_shares: float32 [T], 1 at masked tokens (times the past-the-end weight), 0 elsewhere.
-    slot_size, ratio: the k and t that were drawn.
+    slot_size, ratio: the k and t that were drawn; 0 in an example with branches.
     depth: int64 [T], at masks the distance from the last known token before it in position order
         (1 is the very next), 0 elsewhere; for validation.
+    branch: int64 [T] or None; a cell that is not in a branch holds -1 and sees every cell before it that is in none.
+        One of a branch holds the number of cells from the first one on that its branch stands behind: it sees these
+        and the earlier cells of its branch. None: every cell sees all before it.
     """
 
     tokens: np.ndarray
@@ -64,6 +75,7 @@ class Noised:
     depth: np.ndarray
     slot_size: int
     ratio: float
+    branch: np.ndarray | None = None
 
 
 def generator(seed: int, epoch: int, example: int) -> np.random.Generator:
@@ -115,6 +127,8 @@ def noise(
     rng = generator(seed, epoch, example)
     ratio = draw_ratio(settings, rng, seed, epoch, example)
     p = (1.0 - settings.min_ratio) * ratio + settings.min_ratio
+    if settings.branch_share and rng.random() < settings.branch_share:
+        return _branched(prompt, answer, mask_id, end_id, settings, rng, ended)
     sizes = list(settings.slot_sizes)
     weights = settings.slot_weights
     chances = None if weights is None else np.asarray(weights, dtype=float) / float(np.sum(weights))
@@ -140,6 +154,29 @@ def noise(
     return out.build(size, ratio)
 
 
+def _branched(
+    prompt: Sequence[int], answer: Sequence[int], mask_id: int, end_id: int, settings: NoiseSettings,
+    rng: np.random.Generator, ended: bool,
+) -> Noised:
+    """The answer in order, every token of it a label, and branches of masks behind distinct prefixes of it.
+
+    A branch reaches past the end, where end tokens are to be predicted. The weights of the example's masks add up to 1.
+    """
+    sizes = list(settings.branch_sizes)
+    count = min(max(round(settings.branch_masks * len(answer) * len(sizes) / sum(sizes)), 1), len(answer))
+    out = _Builder(prompt, answer, end_id, mask_id)
+    if prompt:
+        out.ar[-1] = answer[0]
+    out.clean(range(len(answer)), border_labels=True)
+    cuts = np.sort(rng.choice(len(answer), size=count, replace=False))
+    for cut, size in zip(cuts.tolist(), rng.choice(sizes, size=count).tolist(), strict=True):
+        part = range(cut, cut + size if ended else min(cut + size, len(answer)))
+        out.masked(part, 1.0, settings.past_end_weight, [cut - 1], settings.branch_decay, len(prompt) + cut)
+    total = sum(out.weights) or 1.0
+    out.weights = [weight / total for weight in out.weights]
+    return out.build(0, 0.0)
+
+
 def _known_positions(parts: Sequence[range], masked: np.ndarray) -> list[int]:
     """Sorted answer positions that end a known stretch; -1 is the prompt's last token."""
     return [-1] + [part.stop - 1 for part, hidden in zip(parts, masked, strict=True) if not hidden]
@@ -157,21 +194,26 @@ class _Builder:
         self.weights = [0.0] * len(prompt)
         self.shares = [0.0] * len(prompt)
         self.depth = [0] * len(prompt)
+        self.branch = [-1] * len(prompt)
 
     def clean(self, part: range, border_labels: bool) -> None:
         for at in part:
             follows = at + 1 < part.stop or (border_labels and at + 1 < len(self.answer))
             self._cell(self.answer[at], at, self.answer[at + 1] if follows else NO_LABEL, NO_LABEL, 0.0, 0.0, 0)
 
-    def masked(self, part: range, weight: float, past_share: float, known: Sequence[int]) -> None:
+    def masked(
+        self, part: range, weight: float, past_share: float, known: Sequence[int], decay: float = 1.0, branch: int = -1
+    ) -> None:
         last = known[bisect_left(known, part.start) - 1]
         for at in part:
             inside = at < len(self.answer)
             token = self.answer[at] if inside else self.end_id
-            share = 1.0 if inside else past_share
-            self._cell(self.mask_id, at, NO_LABEL, token, share * weight, share, at - last)
+            share = (1.0 if inside else past_share) * decay ** (at - part.start)
+            self._cell(self.mask_id, at, NO_LABEL, token, share * weight, share, at - last, branch)
 
-    def _cell(self, token: int, at: int, ar: int, mdm: int, weight: float, share: float, depth: int) -> None:
+    def _cell(
+        self, token: int, at: int, ar: int, mdm: int, weight: float, share: float, depth: int, branch: int = -1
+    ) -> None:
         self.tokens.append(token)
         self.positions.append(self.offset + at)
         self.ar.append(ar)
@@ -179,6 +221,7 @@ class _Builder:
         self.weights.append(weight)
         self.shares.append(share)
         self.depth.append(depth)
+        self.branch.append(branch)
 
     def build(self, size: int, ratio: float) -> Noised:
         def integers(values: list[int]) -> np.ndarray:
@@ -187,5 +230,5 @@ class _Builder:
         return Noised(
             integers(self.tokens), integers(self.positions), integers(self.ar), integers(self.mdm),
             np.asarray(self.weights, dtype=np.float32), np.asarray(self.shares, dtype=np.float32),
-            integers(self.depth), size, ratio,
+            integers(self.depth), size, ratio, integers(self.branch) if max(self.branch) >= 0 else None,
         )

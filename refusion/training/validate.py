@@ -49,7 +49,7 @@ def validate(
     for cpu_batch in micro_batches(examples, micro_tokens):
         batch = cpu_batch.to(device)
         with torch.autocast(device.type, precision, enabled=precision != torch.float32):
-            hidden = forward(batch.tokens, batch.positions)
+            hidden = forward(batch.tokens, batch.positions, batch.mask)
         is_ar, is_mdm = batch.ar_labels != NO_LABEL, batch.mdm_labels != NO_LABEL
         ce, right = _judge(transformer, hidden[is_ar], batch.ar_labels[is_ar], precision)
         ar += float(ce.sum())
