@@ -21,7 +21,7 @@ from refusion.checkpoint.mask import add_mask_token, set_config
 from refusion.checkpoint.names import Part, table
 from refusion.checkpoint.saving import replacing, write_tensors
 from refusion.checkpoint.types import Checkpoint
-from refusion.checkpoint.weights import Read
+from refusion.checkpoint.weights import Read, named_parts
 from refusion.errors import CheckpointError
 from refusion.model.config import ModelConfig
 from refusion.model.transformer import Transformer
@@ -210,6 +210,15 @@ def sample(tensor: Tensor) -> list[float]:
     """Values spread over a tensor's first rows, which a longer vocabulary doesn't move."""
     flat = tensor[:_SAMPLED_ROWS].flatten()
     return [float(flat[at * (flat.numel() - 1) // (_SAMPLES - 1)]) for at in range(_SAMPLES)]
+
+
+def facts_of(base: Checkpoint) -> Facts:
+    """What an adapter notes of the base that it is made for, as it is before it gets a mask token."""
+    views = {part.huggingface: view for _, part, view in named_parts(base.transformer)}
+    return Facts(
+        base=base.source if hub.is_hub_id(base.source) else Path(base.source).name,
+        samples={name: sample(views[name]) for name in sampled_names(base.config)},
+    )
 
 
 class Application:

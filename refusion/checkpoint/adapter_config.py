@@ -63,6 +63,27 @@ class AdapterConfig:
         return next((ids for name, ids in self.token_rows.items() if module.endswith(name)), ())
 
 
+def lora_config(
+    rank: int, alpha: float, *, targets: list[str], base: str | None, rows: list[int] | None = None,
+    saved: list[str] | None = None, ranks: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """The keys of a LoraConfig; those that older releases of peft don't know only where they are needed.
+
+    targets: kinds of modules with low-rank parts. rows: ids of the embedding rows that are held whole. saved: kinds of
+    modules that are held whole. ranks: of kinds of modules with another rank, whose alpha is this rank too.
+    """
+    odd = dict(ranks or {})
+    config: dict[str, Any] = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": rank, "lora_alpha": alpha, "rank_pattern": odd, "alpha_pattern": odd, "lora_dropout": 0.0,
+        "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
+        "target_modules": targets, "modules_to_save": saved or None,
+    }
+    if rows:
+        config["trainable_token_indices"] = {"embed_tokens": rows}
+    return config
+
+
 def _matching(pattern: Mapping[str, float], module: str, default: float) -> float:
     # as peft does, an expression and not a plain name
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)

@@ -11,8 +11,7 @@ Legend of shape suffixes: O outputs, I inputs of a linear layer, R rank, V vocab
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from refusion.checkpoint.adapter import (
     LORA_B,
     ROWS,
     Facts,
-    sample,
-    sampled_names,
+    facts_of,
 )
+from refusion.checkpoint.adapter_config import lora_config
 from refusion.checkpoint.hub import is_hub_id
 from refusion.checkpoint.mask import add_mask_token
 from refusion.checkpoint.names import table
@@ -185,12 +184,8 @@ def extract(
     """
     if rank < 1 or embedding_rank < 0:
         raise ConfigError(f"rank is {rank} and embedding_rank {embedding_rank}; they should be at least 1 and 0")
-    samples = {part.huggingface: view for _, part, view in named_parts(base.transformer)}
-    facts = Facts(
-        base=base.source if is_hub_id(base.source) else Path(base.source).name,
-        mask=_shared_mask(base, tuned),
-        samples={name: sample(samples[name]) for name in sampled_names(base.config)},
-    )
+    facts = facts_of(base)
+    facts = replace(facts, mask=_shared_mask(base, tuned))
     work = _Work(base, tuned, dtype)
     work.linears(rank, moments)
     work.whole_modules()
@@ -309,16 +304,11 @@ class _Work:
             self._note(module, 0, delta, kept, None)
 
     def config(self, rank: int, base: str | None) -> dict[str, Any]:
-        """The keys of a LoraConfig; those that older releases of peft don't know only where they are needed."""
-        odd = {kind: found for kind, found in self.ranks.items() if found != rank}
-        config: dict[str, Any] = {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-            "r": rank, "lora_alpha": rank, "rank_pattern": odd, "alpha_pattern": odd, "lora_dropout": 0.0,
-            "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
-            "target_modules": sorted(self.ranks), "modules_to_save": self.saved or None,
-        }
-        if self.rows:
-            config["trainable_token_indices"] = {"embed_tokens": self.rows}
+        """The keys of a LoraConfig."""
+        config = lora_config(
+            rank, rank, targets=sorted(self.ranks), base=base, rows=self.rows, saved=self.saved,
+            ranks={kind: found for kind, found in self.ranks.items() if found != rank},
+        )
         if self.biased:
             config["lora_bias"] = True
         if self.tied and "embed_tokens" in self.ranks:

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refusion.checkpoint import Checkpoint, save
+from refusion.checkpoint import Checkpoint, load, save
 from refusion.errors import ConfigError, RefusionError
 from refusion.training import schedule, state
 from refusion.training.batches import Counts, micro_batches
 from refusion.training.log import RunLog
+from refusion.training.lora import write_lora
 from refusion.training.loss import hybrid_loss
 from refusion.training.noise import Noised
 from refusion.training.plan import StepPlan
@@ -74,9 +75,10 @@ class Trainer:
         self.checkpoint: Checkpoint = prepared.checkpoint
         self.plan: StepPlan = prepared.plan
         self.held_out: list[Noised] = prepared.held_out
+        self.base = prepared.base
         self.optimizer = make_optimizer(prepared.checkpoint, recipe)
         self.precision = torch.bfloat16 if recipe.run.precision == "bfloat16" else torch.float32
-        self.forward: Callable[[Tensor, Tensor], Tensor] = prepared.checkpoint.transformer
+        self.forward: Callable[[Tensor, Tensor, Tensor | None], Tensor] = prepared.checkpoint.transformer
         if recipe.run.compile:
             for layer in prepared.checkpoint.transformer.layers:  # one graph serves all of them
                 layer.compile(dynamic=True)
@@ -112,7 +114,8 @@ class Trainer:
                 )
             loss.total.backward()
             ar, mdm = ar + float(loss.ar), mdm + float(loss.mdm)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.transformer.parameters(), optim.clip_norm))
+        trained = [p for p in self.transformer.parameters() if p.requires_grad]
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, optim.clip_norm))
         if norm != norm or norm == float("inf"):
             self.optimizer.zero_grad(set_to_none=True)
             raise RefusionError(
@@ -141,11 +144,24 @@ class Trainer:
         return state.write_checkpoint(
             Path(self.recipe.run.out) / "checkpoints", self.checkpoint, self.optimizer,
             self.progress, self.recipe.to_dict(), self.recipe.run.keep_checkpoints,
+            self._write_adapter if self.base else None,
         )
 
     def export(self) -> Path:
-        """Writes the model alone to `run.out/model`, for use and for sharing."""
-        return save(self.checkpoint, Path(self.recipe.run.out) / "model")
+        """Writes the model alone to `run.out/model`, for use and for sharing; an adapter to `run.out/adapter` too.
+
+        The adapter is rounded to lora.dtype, and the model is the base that it was added to.
+        """
+        out, source = Path(self.recipe.run.out), self.checkpoint
+        if self.base:
+            adapter = self._write_adapter(out / "adapter", getattr(torch, self.recipe.lora.dtype))
+            source = load(self.recipe.model.source, dtype=self.transformer.dtype, adapter=adapter)
+        return save(source, out / "model")
+
+    def _write_adapter(self, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+        assert self.base is not None
+        limit = self.recipe.lora.max_shard_bytes or None
+        return write_lora(self.checkpoint, self.recipe.lora, self.base, folder, dtype=dtype, max_shard_bytes=limit)
 
 
 @contextmanager

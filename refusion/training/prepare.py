@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from refusion.checkpoint import Checkpoint, add_mask_token, load
+from refusion.checkpoint.adapter import Facts, read_adapter
 from refusion.data.mixture import Mixture
 from refusion.data.sources import load_data
 from refusion.errors import ConfigError
 from refusion.training.encode import Encoded, LengthReport, encode_row, encode_rows
+from refusion.training.lora import add_lora, read_lora
 from refusion.training.noise import Noised
 from refusion.training.plan import StepPlan
 from refusion.training.recipe import Recipe
@@ -23,23 +25,24 @@ _VALIDATION_EXAMPLE = 2**62
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a trainer needs: the checkpoint, the plan of steps, noised held-out rows."""
+    """What a trainer needs: the checkpoint, the plan of steps, noised held-out rows.
+
+    base: of a low-rank training, what its adapter notes of the base; None where all weights are trained.
+    """
 
     checkpoint: Checkpoint
     plan: StepPlan
     held_out: list[Noised]
+    base: Facts | None = None
 
 
 def prepare(recipe: Recipe, source: str) -> Prepared:
-    """Loads the model from `source` with a mask token, and all rows, tokenised.
+    """Loads the model from `source`, the recipe's or a checkpoint of its run, and all rows, tokenised.
 
     Raises:
         RefusionError: the model, a file or a setting can't be used.
     """
-    # a resume goes on from weights that the adapter is already part of
-    adapter = recipe.model.adapter if source == recipe.model.source else "none"
-    checkpoint = load(source, dtype=getattr(torch, recipe.model.dtype), device=_device(), adapter=adapter)
-    add_mask_token(checkpoint)
+    checkpoint, base = _model(recipe, source)
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     if not tokenizer.eos_ids or config.mask_token_id is None:
         raise ConfigError(f"{source} names no end token; training needs one")
@@ -71,7 +74,22 @@ def prepare(recipe: Recipe, source: str) -> Prepared:
     if held and recipe.run.validation_rows and not chosen:
         logger.warning("no validation: all %d held-out rows are longer than data.max_length", len(held))
     noised = [plan.noised(row, _VALIDATION_VISIT, _VALIDATION_EXAMPLE + at) for at, row in enumerate(chosen)]
-    return Prepared(checkpoint, plan, noised)
+    return Prepared(checkpoint, plan, noised, base)
+
+
+def _model(recipe: Recipe, source: str) -> tuple[Checkpoint, Facts | None]:
+    model, resumes = recipe.model, source != recipe.model.source
+    dtype, device = getattr(torch, model.dtype), _device()
+    if not recipe.lora.rank:
+        # a resume goes on from weights that the adapter is already part of
+        checkpoint = load(source, dtype=dtype, device=device, adapter="none" if resumes else model.adapter)
+        return add_mask_token(checkpoint), None
+    checkpoint = load(model.source, dtype=dtype, device=device, adapter="none")
+    base = add_lora(checkpoint, recipe.lora, recipe.run.seed)
+    begin = source if resumes else model.adapter
+    if begin != "none":
+        read_lora(checkpoint, recipe.lora, base, read_adapter(begin))
+    return checkpoint, base
 
 
 def _device() -> torch.device:

@@ -16,7 +16,7 @@ import yaml
 from refusion.data.config import DataConfig, SourceConfig
 from refusion.errors import ConfigError
 from refusion.training.schema import build, kind
-from refusion.training.sections import LossConfig, ModelSection, NoiseConfig, OptimConfig, RunConfig
+from refusion.training.sections import LoraConfig, LossConfig, ModelSection, NoiseConfig, OptimConfig, RunConfig
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
@@ -30,6 +30,7 @@ class Recipe:
     model: ModelSection = field(default_factory=ModelSection)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def to_dict(self) -> dict[str, Any]:

@@ -54,6 +54,11 @@ class NoiseConfig:
     past_end_slots: most slots of end tokens appended behind the answer; 0 or more.
     past_end_weight: loss weight of their tokens, 0 or more; 1 counts them as others.
     fill_last_slot: whether the answer's last slot is filled up with end tokens.
+    branch_share: share of examples, 0 to 1, that are shown as the default decoder meets them instead: the answer in
+        order, and branches of masks behind some of its prefixes, each of which sees that prefix and itself only.
+    branch_masks: masks in such an example's branches, as a multiple of its answer's length, about; above 0.
+    branch_sizes: masks in a branch, one drawn per branch; each 1 or more.
+    branch_decay: the weight of a branch's masks falls by this factor from one to the next; above 0, at most 1.
     """
 
     slot_sizes: tuple[int, ...] = (4, 8, 16, 32)
@@ -63,6 +68,10 @@ class NoiseConfig:
     past_end_slots: int = 1
     past_end_weight: float = 1.0
     fill_last_slot: bool = True
+    branch_share: float = 0.0
+    branch_masks: float = 1.0
+    branch_sizes: tuple[int, ...] = (4, 8, 16)
+    branch_decay: float = 1.0
 
     def __post_init__(self) -> None:
         _need(bool(self.slot_sizes), "slot_sizes is empty, it needs at least one size")
@@ -76,6 +85,37 @@ class NoiseConfig:
         _one_of("mask_ratio", self.mask_ratio, ("uniform", "stratified"))
         _at_least("past_end_slots", self.past_end_slots, 0)
         _at_least("past_end_weight", self.past_end_weight, 0)
+        _need(0 <= self.branch_share <= 1, f"branch_share is {self.branch_share}, it should be from 0 to 1")
+        _above("branch_masks", self.branch_masks, 0)
+        _need(bool(self.branch_sizes), "branch_sizes is empty, it needs at least one size")
+        for size in self.branch_sizes:
+            _need(size >= 1, f"branch_sizes holds {size}, every size should be 1 or more")
+        _need(0 < self.branch_decay <= 1, f"branch_decay is {self.branch_decay}, it should be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank training (arXiv 2106.09685): the weights stay, differences B A of them are trained.
+
+    rank: of the differences, on every linear layer of every block; 0 trains all weights instead.
+    alpha: the differences are scaled by alpha / rank; 0 stands for rank. Give a learning rate some ten times as high
+        as for all weights.
+    dtype: of the adapter that the run ends with, float32, float16 or bfloat16; checkpoints keep float32.
+    max_shard_bytes: of a file of it; more than one are for refusion, not for peft. 0: one file.
+    """
+
+    rank: int = 0
+    alpha: float = 0.0
+    dtype: str = "bfloat16"
+    max_shard_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("rank", self.rank, 0)
+        _at_least("max_shard_bytes", self.max_shard_bytes, 0)
+        _one_of("dtype", self.dtype, ("float32", "float16", "bfloat16"))
+        _at_least("alpha", self.alpha, 0)
+        if not self.alpha:
+            object.__setattr__(self, "alpha", float(self.rank))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +42,12 @@ def write_checkpoint(
     progress: Progress,
     recipe: dict[str, Any],
     keep: int,
+    write: Callable[[Path], Path] | None = None,
 ) -> Path:
     """Writes `folder/step_N` beside its place and renames it; then removes all but the newest `keep`.
 
-    Does nothing where this very state was already written.
+    Does nothing where this very state was already written. write: writes what is trained to a folder; None: the
+    whole model.
 
     Raises:
         CheckpointError: the disk is full or can't be written; earlier checkpoints are untouched.
@@ -59,7 +62,7 @@ def write_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(".*step_*"):  # of a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-        save(checkpoint, partial)
+        write(partial) if write else save(checkpoint, partial)
         save_file(_optimizer_tensors(checkpoint, optimizer), partial / OPTIMIZER_FILE)
         (partial / STATE_FILE).write_text(body, encoding="utf-8")
         for path in (*partial.iterdir(), partial):
@@ -121,7 +124,7 @@ def read_optimizer(path: Path, checkpoint: Checkpoint, optimizer: torch.optim.Op
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} can't be read ({error}); {mend}") from error
-    for name, parameter in checkpoint.transformer.named_parameters():
+    for name, parameter in _trained(checkpoint):
         try:
             state = {key: tensors[f"{name}.{key}"] for key in ("exp_avg", "exp_avg_sq", "step")}
         except KeyError as error:
@@ -134,7 +137,7 @@ def read_optimizer(path: Path, checkpoint: Checkpoint, optimizer: torch.optim.Op
 
 def _optimizer_tensors(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for name, parameter in checkpoint.transformer.named_parameters():
+    for name, parameter in _trained(checkpoint):
         state = optimizer.state.get(parameter)
         if not state:
             state = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter),
@@ -142,6 +145,10 @@ def _optimizer_tensors(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer)
         for key in ("exp_avg", "exp_avg_sq", "step"):
             tensors[f"{name}.{key}"] = state[key].detach().contiguous()
     return tensors
+
+
+def _trained(checkpoint: Checkpoint) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in checkpoint.transformer.named_parameters() if p.requires_grad]
 
 
 def _flush(path: Path) -> None:

@@ -74,7 +74,7 @@ def test_the_recipes_of_this_project_are_readable(path: Path, tmp_path: Path, mo
 WRONG = [
     ("optim.warmup", 1, "optim.warmup is unknown; did you mean 'warmup_steps'"),
     ("optm", {}, "optm is unknown; did you mean 'optim'"),
-    ("zzz", {}, "zzz is unknown; known are data, run, model, noise, loss, optim"),
+    ("zzz", {}, "zzz is unknown; known are data, run, model, noise, loss, lora, optim"),
     ("data.sources.0.wieght", 1, "data.sources.0.wieght is unknown; did you mean 'weight'"),
     ("optim", [1], "optim should be a section of keys and values, not a list"),
     ("data.sources", 3, "data.sources should be a list, not the number 3"),
